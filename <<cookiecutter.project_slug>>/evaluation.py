@@ -1,0 +1,120 @@
+"""How the model is judged.  An evaluator has reset, process and evaluate."""
+
+import contextlib
+import json
+import logging
+import os
+
+import torch
+
+from plumbing import comm
+from plumbing.events import get_event_storage, has_event_storage
+
+logger = logging.getLogger(__name__)
+
+NUM_SHOWN = 16  # misclassified images on the sheet
+
+
+def build_evaluator(cfg, name):
+    """The evaluator of the test set called ``name``."""
+    return DigitsEvaluator(name, cfg.MODEL.NUM_CLASSES, cfg.MODEL.DEVICE)
+
+
+class DigitsEvaluator:
+    """Accuracy in all and for each class, exact for any number of ranks.
+
+    Counts stay on the device until ``evaluate``, which communicates once.  It also puts two images:
+    the confusion matrix (rows: labels, columns: predictions), and a sheet of the digits that were
+    misclassified with the most confidence.
+    """
+
+    def __init__(self, name, num_classes, device):
+        self.name, self.num_classes, self.device = name, num_classes, device
+        self.reset()
+
+    def reset(self):
+        num_pairs = self.num_classes**2
+        self.counts = torch.zeros(num_pairs, dtype=torch.int64, device=self.device)
+        self.confidence = torch.zeros(NUM_SHOWN, device=self.device)  # of wrong answers; 0: none
+        self.images = torch.zeros(NUM_SHOWN, 8, 8, device=self.device)
+
+    def process(self, data, predictions):
+        """predictions: logits, (B, num_classes)."""
+        labels, probabilities = data["labels"], predictions.float().softmax(dim=1)
+        confidence, predicted = probabilities.max(dim=1)
+        pairs = labels * self.num_classes + predicted
+        self.counts.scatter_add_(0, pairs, torch.ones_like(pairs))
+        wrong = torch.cat([self.confidence, confidence * (predicted != labels)])
+        self.confidence, order = wrong.topk(NUM_SHOWN)
+        self.images = torch.cat([self.images, data["images"][:, 0]])[order]
+
+    def evaluate(self):
+        """{name: number}, the same on every rank.  Collective."""
+        parts = self.counts, self.confidence, self.images.flatten()
+        ranks = comm.gather_tensor(torch.cat([part.double() for part in parts])).cpu()
+        counts, confidence, images = ranks.split([len(part) for part in parts], dim=1)
+        counts = counts.sum(dim=0).view(self.num_classes, self.num_classes)
+        order = confidence.flatten().topk(NUM_SHOWN).indices
+        images = images.reshape(-1, 8, 8)[order]
+        if has_event_storage():
+            self._put_images(counts, images)
+
+        correct, totals = counts.diagonal(), counts.sum(dim=1)
+        results = {"accuracy": correct.sum() / totals.sum()}
+        for i in totals.nonzero().flatten().tolist():
+            results[f"accuracy_class_{i}"] = correct[i] / totals[i]
+        return {name: value.item() for name, value in results.items()}
+
+    def _put_images(self, counts, images):
+        storage = get_event_storage()
+        rates = (counts / counts.sum(dim=1, keepdim=True).clamp(min=1)).float()
+        storage.put_image(f"{self.name}/confusion", _enlarge(rates, 16))
+        rows = images.view(4, -1, 8, 8).permute(0, 2, 1, 3)  # (4, 8, 4, 8)
+        sheet = rows.reshape(32, -1).float()
+        storage.put_image(f"{self.name}/misclassified", _enlarge(sheet, 8))
+
+
+def _enlarge(image, factor):
+    """(H, W) -> (1, H * factor, W * factor)"""
+    return torch.kron(image, torch.ones(factor, factor))[None]
+
+
+@contextlib.contextmanager
+def inference_context(model):
+    """Evaluation mode, no gradients, buffers averaged over the ranks; all of it only inside."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad(), comm.averaged_buffers(model):
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def log_results(name, results):
+    """The numbers of one test set, as two lines of comma-separated values."""
+    names, values = ",".join(results), ",".join(f"{value:.4f}" for value in results.values())
+    logger.info("Results on %s:\n%s\n%s", name, names, values)
+
+
+def save_results(cfg, results):
+    """Keep the numbers of a finished training as OUTPUT_DIR/results.json."""
+    if comm.is_main_process():
+        record = {"iteration": cfg.SOLVER.MAX_ITER - 1, **results}
+        with open(os.path.join(cfg.OUTPUT_DIR, "results.json"), "w") as file:
+            json.dump(record, file, indent=2)
+
+
+def load_results(cfg):
+    """What save_results kept, None if the training has not finished.  Collective."""
+
+    def load():
+        try:
+            with open(os.path.join(cfg.OUTPUT_DIR, "results.json")) as file:
+                results = json.load(file)
+        except (OSError, ValueError):
+            return None
+        return results if results.pop("iteration") >= cfg.SOLVER.MAX_ITER - 1 else None
+
+    return comm.from_main_process(load)

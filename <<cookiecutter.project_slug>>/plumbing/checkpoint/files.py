@@ -1,0 +1,71 @@
+import contextlib
+import os
+import pickle
+import zipfile
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+
+from plumbing.comm import SettingsError
+
+
+def write_atomically(path: str, write: Callable[[BinaryIO], Any]) -> None:
+    """Let ``write`` fill a file that appears under ``path`` whole and durable, or not at all."""
+    folder, name = os.path.split(path)
+    temporary = os.path.join(folder, f".{name}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.remove(temporary)
+        raise
+    descriptor = os.open(folder or ".", os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def load_file(path: str) -> dict:
+    """Read a checkpoint to the CPU, after a look at the checksums of its content.
+
+    Raises:
+        SettingsError: it is missing or damaged.
+        RuntimeError: it is whole but holds code or foreign types, which are never loaded.
+    """
+    if not os.path.isfile(path):
+        raise SettingsError(f"checkpoint {path} does not exist; check MODEL.WEIGHTS")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+    except (zipfile.BadZipFile, OSError, EOFError) as error:
+        damaged = error
+    if damaged:
+        raise SettingsError(f"checkpoint {path} is damaged, or none: {damaged}")
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise RuntimeError(
+            f"checkpoint {path} is refused: it is whole, but holds code or foreign types.  Find out"
+            f" where it comes from.  ({str(error).splitlines()[0]})"
+        ) from error
+    return checkpoint if "model" in checkpoint else {"model": checkpoint}
+
+
+def to_plain_types(value: Any) -> Any:
+    """Numbers and arrays of numpy, paths and mappings, as types that torch.load allows."""
+    if isinstance(value, dict):
+        return {key: to_plain_types(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(to_plain_types(item) for item in value)
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value)
+    if isinstance(value, np.generic):
+        return value.item()
+    return os.fspath(value) if isinstance(value, os.PathLike) else value

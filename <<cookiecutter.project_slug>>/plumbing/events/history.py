@@ -1,0 +1,78 @@
+import math
+import statistics
+from collections import deque
+from itertools import islice
+
+import torch
+
+
+class HistoryBuffer:
+    """The newest values of one scalar and their iterations (fvcore/common/history_buffer.py)."""
+
+    def __init__(self, max_length: int = 1_000_000) -> None:
+        self._data = deque(maxlen=max_length)  # (value, iteration)
+        self._count, self._sum = 0, 0.0
+
+    def update(self, value: float, iteration: float | None = None) -> None:
+        """Append a value; its iteration is by default the number of values so far."""
+        self._data.append((value, self._count if iteration is None else iteration))
+        self._count += 1
+        self._sum += value
+
+    def pop(self) -> None:
+        """Take the newest value back."""
+        self._count -= 1
+        self._sum -= self._data.pop()[0]
+
+    def latest(self) -> float:
+        return self._data[-1][0]
+
+    def latest_iteration(self) -> float:
+        """Iteration of the newest value, -1 if there is none."""
+        return self._data[-1][1] if self._data else -1
+
+    def count_since(self, iteration: float) -> int:
+        """How many of the newest values in a row belong to a later iteration than this."""
+        count = 0
+        for _, other in reversed(self._data):
+            if other <= iteration:
+                break
+            count += 1
+        return count
+
+    def median(self, window_size: int) -> float:
+        """Median of the newest ``window_size`` values; nan if there are none or one is nan."""
+        values = self._newest(window_size)
+        return statistics.median(values) if values and not math.isnan(sum(values)) else math.nan
+
+    def avg(self, window_size: int) -> float:
+        """Mean of the newest ``window_size`` values; nan if there are none."""
+        values = self._newest(window_size)
+        return sum(values) / len(values) if values else math.nan
+
+    def _newest(self, window_size: int) -> list[float]:
+        if window_size < 1:
+            raise ValueError(f"window_size must be at least 1, got {window_size}")
+        return [value for value, _ in islice(reversed(self._data), window_size)]
+
+    def global_avg(self) -> float:
+        """Mean of all values ever, those no longer kept included; nan if there were none."""
+        return self._sum / self._count if self._count else math.nan
+
+    def values(self) -> list[tuple[float, float]]:
+        """(value, iteration) pairs, the oldest first."""
+        return list(self._data)
+
+    def state_dict(self) -> dict:
+        values, iterations = zip(*self._data) if self._data else ((), ())
+        return {
+            "values": torch.tensor(values, dtype=torch.float64),
+            "iterations": torch.tensor(iterations, dtype=torch.int64),
+            "count": self._count,
+            "sum": self._sum,
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        self._data.clear()
+        self._data.extend(zip(state["values"].tolist(), state["iterations"].tolist()))
+        self._count, self._sum = state["count"], state["sum"]

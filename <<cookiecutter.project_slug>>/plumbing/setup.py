@@ -1,0 +1,152 @@
+"""What happens before training: arguments, device, output folder, log, random state."""
+
+import argparse
+import logging
+import os
+import platform
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from plumbing import comm
+from plumbing.comm import SettingsError
+
+logger = logging.getLogger(__name__)
+
+
+def default_argument_parser(description: str | None = None) -> argparse.ArgumentParser:
+    """Use its ``parse_intermixed_args``: then the flags may stand in any order."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--config", required=True, metavar="FILE", help="settings, YAML")
+    parser.add_argument("--resume", action="store_true", help="go on with the run in OUTPUT_DIR")
+    parser.add_argument("--eval-only", action="store_true", help="evaluate, and do not train")
+    parser.add_argument("opts", nargs="*", metavar="KEY VALUE", help="settings that go first")
+    return parser
+
+
+def launch(main: Callable[..., Any], *args: Any) -> None:
+    """Call ``main``; an error that is for the user ends the program with one line on one rank."""
+    try:
+        main(*args)
+    except (SettingsError, comm.NonFiniteError) as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of this rank: "auto" is its GPU where there is one, else the CPU.
+
+    Raises:
+        SettingsError: there are fewer GPUs than ranks on this machine.
+    """
+    num_gpus = torch.cuda.device_count()
+    if name == "cpu" or (name == "auto" and num_gpus == 0):
+        return torch.device("cpu")
+    if comm.get_local_size() > num_gpus:
+        raise SettingsError(
+            f"{comm.get_local_size()} ranks on a machine with {num_gpus} GPUs: start fewer"
+            " (--nproc_per_node), or set MODEL.DEVICE to cpu"
+        )
+    device = torch.device("cuda", comm.get_local_rank())
+    torch.cuda.set_device(device)
+    return device
+
+
+def create_ddp_model(model: nn.Module, **kwargs: Any) -> nn.Module:
+    """Wrap for training on several ranks; a single process gets the model itself."""
+    if comm.get_world_size() == 1:
+        return model
+    device = next(model.parameters()).device
+    device_ids = [device.index] if device.type == "cuda" else None
+    return nn.parallel.DistributedDataParallel(
+        model, device_ids=device_ids, forward_sync_buffers=False, **kwargs
+    )
+
+
+def set_random_state(seed: int, iteration: int = 0, rank: int = 0) -> None:
+    """Set torch's, numpy's and Python's generators as a function of the three numbers."""
+    mixed = (seed * 0x9E3779B97F4A7C15 + iteration) * 0xBF58476D1CE4E5B9 + rank
+    mixed = ((mixed ^ (mixed >> 29)) * 0x94D049BB133111EB) % 2**63
+    torch.default_generator.manual_seed(mixed)
+    if torch.cuda.is_initialized():
+        torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(mixed)
+    np.random.seed(mixed % 2**32)
+    random.seed(mixed)
+
+
+def setup_run(output_dir: str, may_exist: bool, float32_precision: str, benchmark: bool) -> None:
+    """Make the folder of a run, start the log, set up the backends.  Collective.
+
+    Raises:
+        SettingsError: the folder cannot be written, or holds a run and ``may_exist`` is false.
+    """
+    comm.from_main_process(lambda: _make_folder(output_dir, may_exist))
+    _setup_logger(output_dir)
+    logger.info("Environment:\n%s", _describe_environment())
+    torch.set_float32_matmul_precision(float32_precision)
+    torch.backends.cudnn.benchmark = benchmark
+
+
+def _make_folder(folder: str, may_exist: bool) -> None:
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            names = sorted(os.listdir(folder))
+    except OSError as error:
+        raise SettingsError(f"OUTPUT_DIR: cannot write to {folder}: {error.strerror}") from None
+    run = [n for n in names if n.endswith(".pth") or n in ("last_checkpoint", "metrics.json")]
+    if run and not may_exist:
+        raise SettingsError(
+            f"OUTPUT_DIR: {folder} holds a run ({run[0]}): add --resume to go on with it, or choose"
+            " another folder"
+        )
+
+
+def _setup_logger(folder: str) -> None:
+    """Each rank logs to its file, the main process also to the screen."""
+    rank = comm.get_rank()
+    name = f"log.txt.rank{rank}" if rank else "log.txt"
+    handlers = [logging.FileHandler(os.path.join(folder, name))]
+    if comm.is_main_process():
+        handlers.append(logging.StreamHandler(sys.stdout))
+    form = "[%(asctime)s %(name)s]: %(message)s"
+    logging.basicConfig(
+        level=logging.INFO, format=form, datefmt="%m/%d %H:%M:%S", handlers=handlers, force=True
+    )
+
+
+def _describe_environment() -> str:
+    """Versions, hardware, code version and command line, a line each."""
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return "\n".join(
+        [
+            f"Command line: {' '.join(sys.argv)}",
+            f"Python {platform.python_version()}, torch {torch.__version__},"
+            f" numpy {np.__version__}, CUDA {torch.version.cuda},"
+            f" cuDNN {torch.backends.cudnn.version()}",
+            f"{platform.platform()}, {os.cpu_count()} CPUs, GPUs: {', '.join(gpus) or 'none'}",
+            f"{comm.get_world_size()} ranks, {comm.get_local_size()} of them on {platform.node()}",
+            f"Code: {_git('rev-parse', 'HEAD') or 'not in a git repository, or without a commit'}"
+            f"{' with changes' if _git('status', '--porcelain') else ''}",
+        ]
+    )
+
+
+def _git(*args: str) -> str:
+    folder = os.path.dirname(os.path.abspath(sys.argv[0]))
+    command = ["git", "-C", folder, *args]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""

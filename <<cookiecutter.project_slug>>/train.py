@@ -1,0 +1,186 @@
+"""Train and evaluate.  Everything happens in do_train below, which is meant to be edited.
+
+    python train.py --config cfg.yaml                               one process, on a GPU or the CPU
+    torchrun --nproc_per_node 8 train.py --config cfg.yaml          8 processes on one machine
+    torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29500 \
+        train.py --config cfg.yaml                                  the same on each of 2 machines
+
+Add --resume to go on with a run, --eval-only to train nothing, KEY VALUE to change a setting.
+"""
+
+import logging
+import os
+
+from data import build_test_loader, build_train_loader
+from defaults import check_cfg, get_cfg
+from evaluation import (
+    build_evaluator,
+    inference_context,
+    load_results,
+    log_results,
+    save_results,
+)
+from model import build_model
+from plumbing import comm
+from plumbing.checkpoint import BestCheckpointer, Checkpointer, PeriodicCheckpointer
+from plumbing.events import EventStorage, get_event_storage, open_writers
+from plumbing.profiler import IterationTimer
+from plumbing.settings import keep_settings, merge_settings
+from plumbing.setup import (
+    choose_device,
+    create_ddp_model,
+    default_argument_parser,
+    launch,
+    set_random_state,
+    setup_run,
+)
+from plumbing.solver import (
+    build_autocast,
+    build_grad_scaler,
+    build_lr_scheduler,
+    build_optimizer,
+    clip_grad_norm_,
+    sum_losses,
+)
+
+logger = logging.getLogger("train")
+
+
+def is_due(iteration, max_iter, *periods):
+    """Whether one of the periods ends with this iteration; the meaning of 0 is in defaults.py."""
+    last = iteration == max_iter - 1
+    return any(
+        (period > 0 and (iteration + 1) % period == 0) or (last and period >= 0)
+        for period in periods
+    )
+
+
+def do_test(cfg, model):
+    """Evaluate on every test set: {"digits_test/accuracy": 0.99, ...}, the same on all ranks."""
+    set_random_state(cfg.SEED)
+    results = {}
+    for name in cfg.DATASETS.TEST:
+        evaluator = build_evaluator(cfg, name)
+        with inference_context(model):
+            for data in build_test_loader(cfg, name):
+                evaluator.process(data, model(data))
+        numbers = evaluator.evaluate()
+        log_results(name, numbers)
+        results.update((f"{name}/{key}", value) for key, value in numbers.items())
+    return results
+
+
+def catch_up(cfg, model, iteration, writers, best_checkpointer):
+    """After a resume: what follows a save in the loop, for the run may have ended between."""
+    storage, results = get_event_storage(), {}
+    storage.iter = iteration
+    if iteration >= 0 and is_due(iteration, cfg.SOLVER.MAX_ITER, cfg.TEST.EVAL_PERIOD):
+        results = do_test(cfg, model)
+        storage.put_scalars(results, smoothing_hint=False)
+        best_checkpointer.step(iteration, results)
+    for writer in writers:
+        writer.write()
+    return results
+
+
+def do_train(cfg, model, resume=False):
+    """Train until iteration SOLVER.MAX_ITER; return the results of the last evaluation."""
+    model.train()
+    optimizer = build_optimizer(cfg, model)
+    scheduler = build_lr_scheduler(cfg, optimizer)
+    scaler = build_grad_scaler(cfg)  # does nothing unless SOLVER.AMP is float16
+    autocast = build_autocast(cfg)
+
+    checkpointer = Checkpointer(
+        model, cfg.OUTPUT_DIR, optimizer=optimizer, scheduler=scheduler, scaler=scaler
+    )
+    start_iter = (
+        checkpointer.resume_or_load(cfg.MODEL.WEIGHTS, resume=resume).get("iteration", -1) + 1
+    )
+    max_iter = cfg.SOLVER.MAX_ITER
+    periods = cfg.LOG_PERIOD, cfg.SOLVER.CHECKPOINT_PERIOD, cfg.TEST.EVAL_PERIOD
+    periodic_checkpointer = PeriodicCheckpointer(
+        checkpointer, cfg.SOLVER.CHECKPOINT_PERIOD, max_iter, cfg.SOLVER.CHECKPOINTS_TO_KEEP
+    )
+    best_checkpointer = BestCheckpointer(checkpointer, cfg.TEST.BEST_METRIC, cfg.TEST.BEST_MODE)
+    data_loader = IterationTimer(build_train_loader(cfg, start_iter), cfg.SOLVER.BATCH_SIZE)
+
+    logger.info("Starting training from iteration %d", start_iter)
+    with (
+        EventStorage(start_iter) as storage,
+        open_writers(cfg.OUTPUT_DIR, max_iter, start_iter, cfg.LOG_WINDOW) as writers,
+    ):
+        checkpointer.add_checkpointable("storage", storage)
+        results = catch_up(cfg, model, start_iter - 1, writers, best_checkpointer)
+        for iteration, batches in zip(range(start_iter, max_iter), data_loader):
+            storage.iter = iteration
+            set_random_state(cfg.SEED, iteration, comm.get_rank())
+
+            for data in batches:
+                with comm.gradient_sync(model, enabled=data is batches[-1]):
+                    with autocast:
+                        loss_dict = model(data)
+                        losses = sum_losses(loss_dict)
+                    scaler.scale(losses / len(batches)).backward()
+                storage.put_scalars(total_loss=losses, **loss_dict)
+
+            scaler.unscale_(optimizer)
+            grad_norm = clip_grad_norm_(model, cfg.SOLVER.CLIP_GRAD_NORM)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            storage.put_scalars(grad_norm=grad_norm, data_time=data_loader.data_time)
+            storage.put_scalar("lr", scheduler.get_last_lr()[0], smoothing_hint=False)
+            scheduler.step()
+
+            # Log before saving: a loss that is not finite raises here, on all ranks.
+            if is_due(iteration, max_iter, *periods):
+                storage.reduce(grad_may_overflow=scaler.is_enabled())
+                storage.put_scalars(data_loader.lap(), smoothing_hint=False)
+                for writer in writers:
+                    writer.write()
+
+            # Save before evaluating: a bug in an evaluator must not cost the run.
+            periodic_checkpointer.step(iteration)
+
+            if is_due(iteration, max_iter, cfg.TEST.EVAL_PERIOD):
+                results = do_test(cfg, model)
+                storage.put_scalars(results, smoothing_hint=False)
+                best_checkpointer.step(iteration, results)
+    return results
+
+
+def setup(args):
+    """The settings, checked and frozen; joins the other ranks, opens OUTPUT_DIR and the log."""
+    cfg = get_cfg()
+    merge_settings(cfg, args.config, args.opts)
+    check_cfg(cfg, num_ranks=int(os.environ.get("WORLD_SIZE", 1)))
+    device = choose_device(cfg.MODEL.DEVICE)
+    cfg.MODEL.DEVICE = device.type
+    comm.init_process_group(device, cfg.TIMEOUT_SECONDS)
+    may_exist = args.resume or args.eval_only
+    setup_run(cfg.OUTPUT_DIR, may_exist, cfg.FLOAT32_PRECISION, cfg.CUDNN_BENCHMARK)
+    keep_settings(cfg, args.resume, save=not args.eval_only)
+    set_random_state(cfg.SEED)
+    return cfg
+
+
+def main(args):
+    cfg = setup(args)
+    model = build_model(cfg).to(cfg.MODEL.DEVICE)
+    logger.info("Model:\n%s", model)
+    if args.eval_only:
+        checkpointer = Checkpointer(model, cfg.OUTPUT_DIR)
+        checkpointer.resume_or_load(cfg.MODEL.WEIGHTS, resume=args.resume)
+        return do_test(cfg, model)
+    results = load_results(cfg) if args.resume else None
+    if results is not None:
+        logger.info("This training has finished; to go on, raise SOLVER.MAX_ITER")
+        return results
+    results = do_train(cfg, create_ddp_model(model), resume=args.resume)
+    save_results(cfg, results)
+    return results
+
+
+if __name__ == "__main__":
+    launch(main, default_argument_parser(__doc__).parse_intermixed_args())

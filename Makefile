@@ -1,0 +1,60 @@
+# The template's own commands; "make help" lists them. They need Python 3.10+, git and make.
+
+PYTHON ?= python3
+PROJECT := <<cookiecutter.project_slug>>
+BIN := .venv/bin
+OLD := build/cookiecutter-2.6.0
+
+export PYTHONDONTWRITEBYTECODE := 1
+
+.PHONY: help demo test bench lint clean
+.DELETE_ON_ERROR:
+
+help:  ## list these commands
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile
+
+demo: .venv/installed build/cookiecutter.yaml  ## make a project in build/digits and train it
+	rm -rf build/digits
+	$(BIN)/cookiecutter . --no-input --config-file build/cookiecutter.yaml -o build \
+	    project_name=Digits project_slug=digits >build/bake.log
+	rm -rf build/digits/output
+	cd build/digits && ../../$(BIN)/torchrun --standalone --nproc_per_node 2 train.py --config cfg.yaml
+	@$(BIN)/python -c 'import json; \
+	    row = [json.loads(line) for line in open("build/digits/output/metrics.json")][-1]; \
+	    print("test accuracy: {:.4f}".format(row["digits_test/accuracy"]))'
+	@echo "$(BIN)/tensorboard --logdir build/digits/output"
+
+test: lint $(OLD)/installed  ## bake, run and measure generated projects
+	$(BIN)/python -m pytest
+
+bench: .venv/installed  ## run the measuring programs
+	@for program in tests/bench/*.py; do \
+	    test -e "$$program" || { echo "tests/bench holds no program yet"; break; }; \
+	    echo "$$program" && $(BIN)/python "$$program" || exit 1; done
+
+lint: .venv/installed  ## check the style of all Python
+	$(BIN)/ruff check --no-cache hooks tests '$(PROJECT)'
+
+clean:  ## remove .venv, build and caches
+	rm -rf .venv build
+	find . -name .git -prune -o -type d \( -name __pycache__ -o -name .pytest_cache \
+	    -o -name .ruff_cache \) -prune -exec rm -rf {} +
+
+.venv/installed: requirements-dev.txt
+	@command -v git >/dev/null || { echo "git is missing: install it, then run make again"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { echo \
+	    "Python 3.10+ is missing ($(PYTHON)): run make again with PYTHON=/path/to/python3"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo \
+	    "Python's venv is missing ($(PYTHON)): install python3-venv, then run make again"; exit 1; }
+	$(PYTHON) -m venv --clear .venv
+	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
+	@touch $@
+
+$(OLD)/installed: .venv/installed
+	rm -rf $(OLD)
+	$(BIN)/python -m pip install --quiet --target $(OLD) cookiecutter==2.6.0
+	@touch $@
+
+build/cookiecutter.yaml:
+	@mkdir -p build
+	@printf 'cookiecutters_dir: build/cookiecutters\nreplay_dir: build/replay\n' >$@
