@@ -9,6 +9,17 @@ def build_model(cfg):
     return DigitNet(cfg.MODEL.WIDTH, cfg.MODEL.NUM_CLASSES, cfg.MODEL.DROPOUT)
 
 
+def sum_losses(loss_dict):
+    """The sum of the entries with "loss" in their name: what is minimized."""
+    losses = [loss for name, loss in loss_dict.items() if "loss" in name]
+    if not losses or "total_loss" in loss_dict:
+        raise ValueError(
+            'the model must return a dict of scalar tensors, one or more of them with "loss" in its'
+            f" name, none called total_loss, which is their sum; got {list(loss_dict)}"
+        )
+    return sum(losses)
+
+
 class DigitNet(nn.Module):
     """A small convolutional network for the batches of data.py.
 

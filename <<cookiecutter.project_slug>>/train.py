@@ -11,6 +11,9 @@ Add --resume to go on with a run, --eval-only to train nothing, KEY VALUE to cha
 import logging
 import os
 
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+
 from data import build_test_loader, build_train_loader
 from defaults import check_cfg, get_cfg
 from evaluation import (
@@ -20,7 +23,7 @@ from evaluation import (
     log_results,
     save_results,
 )
-from model import build_model
+from model import build_model, sum_losses
 from plumbing import comm
 from plumbing.checkpoint import BestCheckpointer, Checkpointer, PeriodicCheckpointer
 from plumbing.events import EventStorage, get_event_storage, open_writers
@@ -28,20 +31,13 @@ from plumbing.profiler import IterationTimer
 from plumbing.settings import keep_settings, merge_settings
 from plumbing.setup import (
     choose_device,
-    create_ddp_model,
     default_argument_parser,
     launch,
     set_random_state,
     setup_run,
 )
-from plumbing.solver import (
-    build_autocast,
-    build_grad_scaler,
-    build_lr_scheduler,
-    build_optimizer,
-    clip_grad_norm_,
-    sum_losses,
-)
+from plumbing.solver import build_autocast, build_grad_scaler, build_optimizer
+from schedule import build_lr_scheduler
 
 logger = logging.getLogger("train")
 
@@ -125,7 +121,7 @@ def do_train(cfg, model, resume=False):
                 storage.put_scalars(total_loss=losses, **loss_dict)
 
             scaler.unscale_(optimizer)
-            grad_norm = clip_grad_norm_(model, cfg.SOLVER.CLIP_GRAD_NORM)
+            grad_norm = clip_grad_norm_(model.parameters(), cfg.SOLVER.CLIP_GRAD_NORM)
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
@@ -177,7 +173,12 @@ def main(args):
     if results is not None:
         logger.info("This training has finished; to go on, raise SOLVER.MAX_ITER")
         return results
-    results = do_train(cfg, create_ddp_model(model), resume=args.resume)
+    if comm.get_world_size() > 1:
+        device_ids = [comm.get_local_rank()] if cfg.MODEL.DEVICE == "cuda" else None
+        model = DistributedDataParallel(
+            model, device_ids, forward_sync_buffers=False, gradient_as_bucket_view=True
+        )
+    results = do_train(cfg, model, resume=args.resume)
     save_results(cfg, results)
     return results
 

@@ -1,4 +1,4 @@
-"""Ranks and what they do together; everything also works in a single process.
+"""Ranks and what they do together; all of it also works in a single process.
 
 The names are detectron2's (detectron2/utils/comm.py).  A function marked "collective" must be
 called by all ranks at the same point; the others never communicate.
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 
 class SettingsError(ValueError):
@@ -25,19 +26,14 @@ class NonFiniteError(FloatingPointError):
 
 
 def init_process_group(device: torch.device, timeout_seconds: float) -> None:
-    """Join the ranks that torchrun started; nothing to do for a single process.  Collective.
-
-    Args:
-        timeout_seconds: a collective that waits longer than this ends the job.
-    """
-    if int(os.environ.get("WORLD_SIZE", 1)) == 1 or dist.is_initialized():
-        return
-    cuda = device.type == "cuda"
-    dist.init_process_group(
-        backend="cpu:gloo,cuda:nccl" if cuda else "gloo",
-        timeout=timedelta(seconds=timeout_seconds),
-        device_id=device if cuda else None,
-    )
+    """Join the ranks that torchrun started; nothing to do in a single process.  Collective."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
+        gpu = device.type == "cuda"
+        dist.init_process_group(
+            backend="cpu:gloo,cuda:nccl" if gpu else "gloo",
+            timeout=timedelta(seconds=timeout_seconds),
+            device_id=device if gpu else None,
+        )
 
 
 def get_world_size() -> int:
@@ -83,29 +79,25 @@ def gather(data: Any, dst: int = 0) -> list:
 
 
 def gather_tensor(values: torch.Tensor) -> torch.Tensor:
-    """Stack a tensor that has the same shape (...) on every rank to (ranks, ...).  Collective."""
-    gathered = [torch.empty_like(values) for _ in range(get_world_size())]
+    """Stack a tensor that has the same shape (...) on all ranks to (ranks, ...).  Collective."""
     if get_world_size() == 1:
         return values[None]
+    gathered = [torch.empty_like(values) for _ in range(get_world_size())]
     dist.all_gather(gathered, values.contiguous())
     return torch.stack(gathered)
 
 
 def from_main_process(function: Callable[[], Any]) -> Any:
-    """Call ``function`` on the main process only and return its result on all.  Collective.
-
-    Raises:
-        SettingsError: on every rank, when the function raised one.
-    """
+    """Call it on the main process only; its result, or SettingsError, on all.  Collective."""
     result, error = None, None
     if is_main_process():
         try:
             result = function()
         except SettingsError as caught:
-            error = str(caught)
+            error = caught
     result, error = all_gather((result, error))[0]
     if error is not None:
-        raise SettingsError(error)
+        raise error
     return result
 
 
@@ -115,24 +107,16 @@ def shared_random_seed() -> int:
 
 
 def require_same_keys(keys: list, what: str) -> None:
-    """Raise a ValueError that names the keys that some ranks lack.  Collective."""
+    """Raise a ValueError that tells which keys not all ranks have.  Collective."""
     every = all_gather(keys)
     if any(other != every[0] for other in every):
         common = set(every[0]).intersection(*every)
-        extra = {rank: sorted(set(other) - common) for rank, other in enumerate(every)}
-        listing = ", ".join(f"rank {rank} has {names}" for rank, names in extra.items() if names)
-        raise ValueError(
-            f"{what}: every rank must put the same tensors in the same order;"
-            f" besides what all have, {listing or 'nothing: only the order differs'}"
-        )
+        extra = {f"rank {rank}": sorted(set(other) - common) for rank, other in enumerate(every)}
+        raise ValueError(f"{what}: all ranks must put the same, in one order; but only {extra}")
 
 
 def reduce_dict(input_dict: dict, average: bool = True) -> dict:
-    """The mean or sum over the ranks of each scalar tensor, on every rank.  Collective.
-
-    Raises:
-        ValueError: the ranks hold different keys.
-    """
+    """Mean or sum over the ranks of scalar tensors, on all ranks; keys must agree.  Collective."""
     if get_world_size() == 1:
         return input_dict
     keys = sorted(input_dict)
@@ -142,41 +126,33 @@ def reduce_dict(input_dict: dict, average: bool = True) -> dict:
 
 
 def gradient_sync(model: nn.Module, enabled: bool) -> contextlib.AbstractContextManager:
-    """Context of a forward and backward pass; unless ``enabled``, ranks do not share gradients."""
-    if enabled or not isinstance(model, nn.parallel.DistributedDataParallel):
-        return contextlib.nullcontext()
-    return model.no_sync()
+    """Around forward and backward: whether the ranks average the gradients then."""
+    waits = isinstance(model, DistributedDataParallel) and not enabled
+    return model.no_sync() if waits else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
 def averaged_buffers(model: nn.Module) -> Iterator[list[torch.Tensor]]:
-    """Floating point buffers (batch-norm statistics) are the mean over the ranks.  Collective.
+    """Inside, floating point buffers (batch-norm statistics) are means over ranks.  Collective.
 
-    Afterwards each rank has its own again, so how often one saves or evaluates changes no training.
-    Yields each rank's buffers as one float64 vector, for ``load_buffers``; [] for one rank.
+    Afterwards each rank has its own again, so saving and evaluating change nothing in the training.
+    Yields each rank's buffers as one float64 vector, for ``load_buffers``; [] for a single rank.
     """
-    every = [] if get_world_size() == 1 else gather_tensor(_flat_buffers(model))
+    buffers = [each.double().flatten() for each in model.buffers() if each.is_floating_point()]
+    if get_world_size() == 1 or not buffers:
+        yield []
+        return
+    ranks = gather_tensor(torch.cat(buffers))
     try:
-        if len(every):
-            load_buffers(model, every.mean(dim=0))
-        yield list(every)
+        load_buffers(model, ranks.mean(dim=0))
+        yield [vector.clone() for vector in ranks]
     finally:
-        if len(every):
-            load_buffers(model, every[get_rank()])
-
-
-def _floating_buffers(model: nn.Module) -> list[torch.Tensor]:
-    return [buffer for buffer in model.buffers() if buffer.is_floating_point()]
-
-
-def _flat_buffers(model: nn.Module) -> torch.Tensor:
-    parts = [buffer.detach().double().flatten() for buffer in _floating_buffers(model)]
-    return torch.cat(parts) if parts else torch.empty(0)
+        load_buffers(model, ranks[get_rank()])
 
 
 @torch.no_grad()
-def load_buffers(model: nn.Module, flat: torch.Tensor) -> None:
-    """Set the floating point buffers from one vector of ``averaged_buffers``."""
-    buffers = _floating_buffers(model)
-    for buffer, part in zip(buffers, flat.split([buffer.numel() for buffer in buffers])):
+def load_buffers(model: nn.Module, vector: torch.Tensor) -> None:
+    """Set the floating point buffers to what ``averaged_buffers`` yielded."""
+    buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+    for buffer, part in zip(buffers, vector.split([buffer.numel() for buffer in buffers])):
         buffer.copy_(part.view_as(buffer))

@@ -1,8 +1,8 @@
-"""Which samples come when: a function of (seed, epoch), nothing is stored or replayed.
+"""Which samples come when: a function of (seed, epoch), so nothing is stored or replayed.
 
-The order of an epoch is a Feistel network over the numbers below a power of four, walked until the
-number falls into the data set (cycle walking; Black and Rogaway, "Ciphers with arbitrary finite
-domains", 2002).  It takes no memory and starts anywhere at once.
+The order of an epoch is a Feistel network on the numbers below a power of four, applied until the
+number is one of the data set (cycle walking: Black and Rogaway, Ciphers with Arbitrary Finite
+Domains, 2002).  It takes no memory and starts anywhere at once.
 """
 
 import math
@@ -17,127 +17,88 @@ _ROUNDS = 6
 _BLOCK = 4096  # positions whose samples are computed together
 
 
-def _mix(values: np.ndarray) -> np.ndarray:
-    """The finalizer of SplitMix64 (Steele, Lea and Flood, 2014): scrambles 64 bits.  uint64."""
-    with np.errstate(over="ignore"):
-        values = values + np.uint64(0x9E3779B97F4A7C15)
-        values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return values ^ (values >> np.uint64(31))
-
-
 def random_bits(*numbers: int | np.ndarray) -> np.ndarray:
-    """64 random bits (uint64), a function of the numbers, which are scalars or of one shape."""
+    """64 random bits (uint64) for each set of numbers, which are scalars or arrays of one shape.
+
+    The mixing function is that of SplitMix64 (Steele, Lea and Flood, 2014).
+    """
     bits = np.zeros(1, np.uint64)
     for number in numbers:
-        bits = _mix(bits ^ np.asarray(number).astype(np.uint64))
+        bits = (bits ^ np.asarray(number).astype(np.uint64)) + np.uint64(0x9E3779B97F4A7C15)
+        bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        bits = bits ^ (bits >> np.uint64(31))
     return bits
 
 
-def permute(positions: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
-    """Where a permutation of range(size) takes each of the positions.
+def sample_keys(positions: np.ndarray, size: int, seed: int, shuffle: bool = True) -> np.ndarray:
+    """The samples at positions (N,) of the endless order: int64 (N, 2) of epoch and index."""
+    epochs, indices = np.divmod(positions, size)
+    if shuffle:
+        indices = _permute(indices, size, random_bits(seed, epochs))
+    return np.stack([epochs, indices], axis=1)
 
-    Args:
-        positions: int64, in range(size).
-        key: uint64, of the same shape: which permutation.
-    """
+
+def _permute(indices: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
     half = np.uint64(max(1, math.ceil((size - 1).bit_length() / 2)))
-    mask = np.uint64((1 << int(half)) - 1)
-    values, outside = positions.astype(np.uint64), np.arange(len(positions))
+    mask = np.uint64(2 ** int(half) - 1)
+    values, outside = indices.astype(np.uint64), np.arange(len(indices))
     while len(outside):
         left, right = values[outside] >> half, values[outside] & mask
         for number in range(_ROUNDS):
-            left, right = right, left ^ (random_bits(key[outside], right, number) & mask)
+            left, right = right, left ^ (random_bits(keys[outside], right, number) & mask)
         values[outside] = left << half | right
         outside = outside[values[outside] >= size]
     return values.astype(np.int64)
 
 
-def sample_keys(positions: np.ndarray, size: int, seed: int, shuffle: bool = True) -> np.ndarray:
-    """The samples at positions of the endless global order, which is one epoch after another.
-
-    Args:
-        positions: int64, shape (N,).
-    Returns:
-        int64, shape (N, 2): epoch, and index in the data set.
-    """
-    epochs, indices = np.divmod(positions, size)
-    if shuffle:
-        indices = permute(indices, size, random_bits(seed, epochs))
-    return np.stack([epochs, indices], axis=1)
-
-
-class TrainingSampler(Sampler):
-    """Endless indices of this rank: each world_size-th of the global order, shuffled each epoch.
-
-    The indices of detectron2's sampler of that name, for data loaders that batch by themselves.
-
-    Args:
-        seed: the same on all ranks; None draws and shares one.
-        start: position in the global order at which to begin.
-    """
-
-    def __init__(
-        self, size: int, shuffle: bool = True, seed: int | None = None, start: int = 0
-    ) -> None:
-        _require_size(size)
-        self._size, self._shuffle, self._start = size, shuffle, start
-        self._seed = comm.shared_random_seed() if seed is None else int(seed)
-
-    def __iter__(self) -> Iterator[int]:
-        step = comm.get_world_size()
-        first = self._start + comm.get_rank()
-        while True:
-            positions = first + step * np.arange(_BLOCK)
-            keys = sample_keys(positions, self._size, self._seed, self._shuffle)
-            yield from keys[:, 1].tolist()
-            first += step * _BLOCK
-
-
 class TrainingBatchSampler(Sampler):
-    """Endless micro-batches of this rank, as arrays of (epoch, index).
+    """Endless micro-batches for this rank: int64 arrays (B, 2) of epoch and index.
 
-    Iteration i takes the positions i * batch_size to (i + 1) * batch_size of the global order,
-    divided among micro-batches and then ranks: the same samples for any number of either.
-
-    Args:
-        batch_size: global, of one iteration.
-        num_micro_batches: on each rank, in one iteration.
-        start_iter: iteration to begin with.
+    Iteration i has the positions from i * batch_size on of the global order.  They are dealt to the
+    micro-batches, and each of those to the ranks: together the same samples for any number of both.
     """
 
     def __init__(
-        self,
-        size: int,
-        batch_size: int,
-        num_micro_batches: int,
-        seed: int,
-        start_iter: int = 0,
+        self, size: int, batch_size: int, num_micro_batches: int, seed: int, start_iter: int = 0,
         shuffle: bool = True,
-    ) -> None:
-        _require_size(size)
-        self._size, self._seed, self._shuffle = size, seed, shuffle
+    ) -> None:  # fmt: skip
+        self._size, self._seed, self._shuffle = _checked(size), seed, shuffle
         self._batch_size, self._start_iter = batch_size, start_iter
         self._shape = num_micro_batches, comm.get_world_size(), -1
 
     def __iter__(self) -> Iterator[np.ndarray]:
         mine = np.arange(self._batch_size).reshape(self._shape)[:, comm.get_rank()]
-        num_iters = max(1, _BLOCK // mine.size)
-        iteration = self._start_iter
+        iterations = self._start_iter + np.arange(max(1, _BLOCK // mine.size))
         while True:
-            starts = self._batch_size * np.arange(iteration, iteration + num_iters)
-            positions = (starts[:, None, None] + mine).reshape(-1)
+            positions = (iterations[:, None, None] * self._batch_size + mine).flatten()
             keys = sample_keys(positions, self._size, self._seed, self._shuffle)
             yield from keys.reshape(-1, mine.shape[1], 2)
-            iteration += num_iters
+            iterations = iterations + len(iterations)
+
+
+class TrainingSampler(Sampler):
+    """Endless indices for this rank: every world_size-th one of the global order (detectron2).
+
+    The seed is the same on all ranks; without one, one is drawn and shared.
+    """
+
+    def __init__(self, size: int, shuffle: bool = True, seed: int | None = None) -> None:
+        seed = comm.shared_random_seed() if seed is None else int(seed)
+        world_size = comm.get_world_size()
+        self._batches = TrainingBatchSampler(size, world_size, 1, seed, shuffle=shuffle)
+
+    def __iter__(self) -> Iterator[int]:
+        for keys in self._batches:
+            yield int(keys[0, 1])
 
 
 class InferenceSampler(Sampler):
-    """This rank's part of range(size): contiguous, exact, the first ranks have one more."""
+    """This rank's part of range(size), each index once: contiguous, first ranks have one more."""
 
     def __init__(self, size: int) -> None:
-        _require_size(size)
-        self._indices = self._get_local_indices(size, comm.get_world_size(), comm.get_rank())
+        ranks = comm.get_world_size(), comm.get_rank()
+        self._indices = self._get_local_indices(_checked(size), *ranks)
 
     @staticmethod
     def _get_local_indices(total_size: int, world_size: int, rank: int) -> range:
@@ -152,6 +113,7 @@ class InferenceSampler(Sampler):
         return len(self._indices)
 
 
-def _require_size(size: int) -> None:
+def _checked(size: int) -> int:
     if not isinstance(size, int) or size < 1:
-        raise ValueError(f"a sampler needs a data set of one sample or more, got size {size!r}")
+        raise ValueError(f"a sampler needs a data set with samples, got the size {size!r}")
+    return size

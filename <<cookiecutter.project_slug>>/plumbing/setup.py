@@ -1,6 +1,7 @@
 """What happens before training: arguments, device, output folder, log, random state."""
 
 import argparse
+import contextlib
 import logging
 import os
 import platform
@@ -14,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from plumbing import comm
 from plumbing.comm import SettingsError
@@ -23,8 +23,9 @@ logger = logging.getLogger(__name__)
 
 
 def default_argument_parser(description: str | None = None) -> argparse.ArgumentParser:
-    """Use its ``parse_intermixed_args``: then the flags may stand in any order."""
-    parser = argparse.ArgumentParser(description=description)
+    """Its ``parse_intermixed_args`` takes the flags in any order."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=description, formatter_class=formatter)
     parser.add_argument("--config", required=True, metavar="FILE", help="settings, YAML")
     parser.add_argument("--resume", action="store_true", help="go on with the run in OUTPUT_DIR")
     parser.add_argument("--eval-only", action="store_true", help="evaluate, and do not train")
@@ -45,33 +46,18 @@ def launch(main: Callable[..., Any], *args: Any) -> None:
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of this rank: "auto" is its GPU where there is one, else the CPU.
+    """The device of this rank; "auto" is its GPU if there is one, else the CPU.
 
-    Raises:
-        SettingsError: there are fewer GPUs than ranks on this machine.
+    More ranks than GPUs are a SettingsError.
     """
     num_gpus = torch.cuda.device_count()
     if name == "cpu" or (name == "auto" and num_gpus == 0):
         return torch.device("cpu")
     if comm.get_local_size() > num_gpus:
-        raise SettingsError(
-            f"{comm.get_local_size()} ranks on a machine with {num_gpus} GPUs: start fewer"
-            " (--nproc_per_node), or set MODEL.DEVICE to cpu"
-        )
-    device = torch.device("cuda", comm.get_local_rank())
-    torch.cuda.set_device(device)
-    return device
-
-
-def create_ddp_model(model: nn.Module, **kwargs: Any) -> nn.Module:
-    """Wrap for training on several ranks; a single process gets the model itself."""
-    if comm.get_world_size() == 1:
-        return model
-    device = next(model.parameters()).device
-    device_ids = [device.index] if device.type == "cuda" else None
-    return nn.parallel.DistributedDataParallel(
-        model, device_ids=device_ids, forward_sync_buffers=False, **kwargs
-    )
+        ranks = f"{comm.get_local_size()} ranks on a machine with {num_gpus} GPUs"
+        raise SettingsError(f"{ranks}: lower --nproc_per_node, or set MODEL.DEVICE to cpu")
+    torch.cuda.set_device(comm.get_local_rank())
+    return torch.device("cuda", comm.get_local_rank())
 
 
 def set_random_state(seed: int, iteration: int = 0, rank: int = 0) -> None:
@@ -88,11 +74,15 @@ def set_random_state(seed: int, iteration: int = 0, rank: int = 0) -> None:
 def setup_run(output_dir: str, may_exist: bool, float32_precision: str, benchmark: bool) -> None:
     """Make the folder of a run, start the log, set up the backends.  Collective.
 
-    Raises:
-        SettingsError: the folder cannot be written, or holds a run and ``may_exist`` is false.
+    A folder that cannot be written, or holds a run and may not, is a SettingsError.
     """
     comm.from_main_process(lambda: _make_folder(output_dir, may_exist))
-    _setup_logger(output_dir)
+    rank = comm.get_rank()
+    path = os.path.join(output_dir, f"log.txt.rank{rank}" if rank else "log.txt")
+    screen = [] if rank else [logging.StreamHandler(sys.stdout)]
+    style = {"format": "[%(asctime)s %(name)s]: %(message)s", "datefmt": "%m/%d %H:%M:%S"}
+    handlers = [logging.FileHandler(path), *screen]
+    logging.basicConfig(level=logging.INFO, handlers=handlers, force=True, **style)
     logger.info("Environment:\n%s", _describe_environment())
     torch.set_float32_matmul_precision(float32_precision)
     torch.backends.cudnn.benchmark = benchmark
@@ -107,46 +97,25 @@ def _make_folder(folder: str, may_exist: bool) -> None:
         raise SettingsError(f"OUTPUT_DIR: cannot write to {folder}: {error.strerror}") from None
     run = [n for n in names if n.endswith(".pth") or n in ("last_checkpoint", "metrics.json")]
     if run and not may_exist:
-        raise SettingsError(
-            f"OUTPUT_DIR: {folder} holds a run ({run[0]}): add --resume to go on with it, or choose"
-            " another folder"
-        )
-
-
-def _setup_logger(folder: str) -> None:
-    """Each rank logs to its file, the main process also to the screen."""
-    rank = comm.get_rank()
-    name = f"log.txt.rank{rank}" if rank else "log.txt"
-    handlers = [logging.FileHandler(os.path.join(folder, name))]
-    if comm.is_main_process():
-        handlers.append(logging.StreamHandler(sys.stdout))
-    form = "[%(asctime)s %(name)s]: %(message)s"
-    logging.basicConfig(
-        level=logging.INFO, format=form, datefmt="%m/%d %H:%M:%S", handlers=handlers, force=True
-    )
+        advice = "add --resume to go on with it, or choose another folder"
+        raise SettingsError(f"OUTPUT_DIR: {folder} holds a run ({run[0]}): {advice}")
 
 
 def _describe_environment() -> str:
-    """Versions, hardware, code version and command line, a line each."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return "\n".join(
-        [
-            f"Command line: {' '.join(sys.argv)}",
-            f"Python {platform.python_version()}, torch {torch.__version__},"
-            f" numpy {np.__version__}, CUDA {torch.version.cuda},"
-            f" cuDNN {torch.backends.cudnn.version()}",
-            f"{platform.platform()}, {os.cpu_count()} CPUs, GPUs: {', '.join(gpus) or 'none'}",
-            f"{comm.get_world_size()} ranks, {comm.get_local_size()} of them on {platform.node()}",
-            f"Code: {_git('rev-parse', 'HEAD') or 'not in a git repository, or without a commit'}"
-            f"{' with changes' if _git('status', '--porcelain') else ''}",
-        ]
-    )
+    cuda = f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
+    changes = " with changes" if _git("status", "--porcelain") else ""
+    return f"""\
+Command line: {" ".join(sys.argv)}
+Python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}, {cuda}
+{platform.platform()}, {os.cpu_count()} CPUs, GPUs: {", ".join(gpus) or "none"}
+{comm.get_world_size()} ranks, {comm.get_local_size()} of them on {platform.node()}
+Code: {_git("rev-parse", "--verify", "HEAD") or "no commit"}{changes}"""
 
 
 def _git(*args: str) -> str:
     folder = os.path.dirname(os.path.abspath(sys.argv[0]))
-    command = ["git", "-C", folder, *args]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip()
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
+    with contextlib.suppress(OSError):
+        done = subprocess.run(["git", "-C", folder, *args], capture_output=True, text=True)
+        return done.stdout.strip()
+    return ""

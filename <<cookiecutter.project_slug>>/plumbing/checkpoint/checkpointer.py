@@ -1,52 +1,31 @@
+import contextlib
 import logging
 import os
+import pickle
 import re
 from collections import defaultdict
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from plumbing import comm
 
 from .files import load_file, to_plain_types, write_atomically
 
 
-class IncompatibleKeys(NamedTuple):
-    missing_keys: list[str]
-    unexpected_keys: list[str]
-    incorrect_shapes: list[tuple[str, tuple, tuple]]  # name, shape in the file, in the model
-
-    def __str__(self) -> str:
-        shapes = [f"{name} {old} in the file, {new} here" for name, old, new in self[2]]
-        parts = {
-            "missing in the file": _grouped(self.missing_keys),
-            "only in the file": _grouped(self.unexpected_keys),
-            "other shapes": shapes,
-        }
-        return "; ".join(f"{what}: {', '.join(names)}" for what, names in parts.items() if names)
-
-
 class Checkpointer:
-    """Saves and loads a model, and other objects that have state_dict and load_state_dict.
+    """Saves and loads a model, and other objects with state_dict and load_state_dict by keyword.
 
-    Args:
-        model: saved bare, without what DataParallel, DistributedDataParallel and compile wrap.
-        save_dir: folder of the files; "" saves nothing.
-        save_to_disk: by default on the main process only.
-        checkpointables: other objects, saved under the name of their keyword.
+    The model is saved bare, without what DataParallel, DistributedDataParallel and compile add.
+    Only the main process writes, unless ``save_to_disk`` says so; without ``save_dir``, none.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        save_dir: str = "",
-        *,
-        save_to_disk: bool | None = None,
-        **checkpointables: Any,
-    ) -> None:
-        if isinstance(model, (DataParallel, DistributedDataParallel)):
+        self, model: nn.Module, save_dir: str = "", *,
+        save_to_disk: bool | None = None, **checkpointables: Any,
+    ) -> None:  # fmt: skip
+        if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             model = model.module
         self.model = getattr(model, "_orig_mod", model)
         self.save_dir = save_dir
@@ -58,7 +37,7 @@ class Checkpointer:
             self.add_checkpointable(key, checkpointable)
 
     def add_checkpointable(self, key: str, checkpointable: Any) -> None:
-        """Save this too; if its state was just resumed, it gets it now."""
+        """Save this too; if its state has just been resumed, it gets it now."""
         if key in self.checkpointables:
             raise KeyError(f"{key} is a checkpointable already")
         if not hasattr(checkpointable, "state_dict"):
@@ -68,11 +47,10 @@ class Checkpointer:
             checkpointable.load_state_dict(self._resumed.pop(key))
 
     def save(self, name: str, tag_checkpoint: bool = True, **kwargs: Any) -> None:
-        """Write ``name``.pth.  All ranks call it; buffers are saved as their mean over the ranks.
+        """Write ``name``.pth, with ``kwargs`` such as the iteration; all ranks call it.
 
-        Args:
-            tag_checkpoint: whether a resume is to start from this file.
-            kwargs: more to save, such as the iteration.
+        Floating point buffers are saved as their means over the ranks.  A resume starts from the
+        file that was tagged last.
         """
         if not self.save_dir:
             return
@@ -86,7 +64,7 @@ class Checkpointer:
                 self.logger.info("Saving checkpoint to %s", path)
                 write_atomically(path, lambda file: torch.save(to_plain_types(data), file))
                 if tag_checkpoint:
-                    self.tag_last_checkpoint(os.path.basename(path))
+                    self.tag_last_checkpoint(f"{name}.pth")
 
     def tag_last_checkpoint(self, last_filename_basename: str) -> None:
         path = os.path.join(self.save_dir, "last_checkpoint")
@@ -96,28 +74,22 @@ class Checkpointer:
         return os.path.exists(os.path.join(self.save_dir, "last_checkpoint"))
 
     def get_checkpoint_file(self) -> str:
-        """Path of the file that was tagged last, "" if none was."""
-        try:
+        """Path of the file that was tagged last; "" if none was."""
+        with contextlib.suppress(OSError, UnicodeDecodeError):
             with open(os.path.join(self.save_dir, "last_checkpoint")) as file:
                 name = os.path.basename(file.read().strip())
-        except (OSError, UnicodeDecodeError):
-            name = ""
-        return os.path.join(self.save_dir, name) if name else ""
+            return os.path.join(self.save_dir, name) if name else ""
+        return ""
 
     def get_all_checkpoint_files(self) -> list[str]:
         names = sorted(os.listdir(self.save_dir)) if os.path.isdir(self.save_dir) else []
         return [os.path.join(self.save_dir, name) for name in names if name.endswith(".pth")]
 
     def load(self, path: str, checkpointables: list[str] | None = None) -> dict:
-        """Load a file; where the model differs from it, that is logged and left as it was.
+        """Load the model as far as it fits, and the objects of these names, by default all.
 
-        Args:
-            path: "" loads nothing.
-            checkpointables: names of the other objects to load, by default all.
-        Returns:
-            what else the file holds.
-        Raises:
-            SettingsError: the file is missing or damaged.
+        Returns what else the file holds.  The path "" loads nothing; a file that is missing or
+        damaged is a SettingsError.
         """
         if not path:
             self.logger.info("No weights are given: the model starts from its initialization")
@@ -129,14 +101,10 @@ class Checkpointer:
         return checkpoint
 
     def resume_or_load(self, path: str, *, resume: bool = True) -> dict:
-        """Resume from the newest good file in ``save_dir``, or load the model only.  Collective.
+        """Resume from the newest good file, else load only a model from ``path``.  Collective.
 
-        Args:
-            path: where the model comes from when there is nothing to resume; "" for nowhere.
-        Returns:
-            what else the file holds, such as the iteration; {} unless resumed.
-        Raises:
-            SettingsError: no file is good, or the model is another than the one that was saved.
+        Returns what else the file holds, such as the iteration, if resumed, and otherwise {}.  It
+        is a SettingsError if no file is good or the model is another one.
         """
         file = comm.from_main_process(self._newest_good_file) if resume else ""
         if not file:
@@ -145,12 +113,10 @@ class Checkpointer:
         self.logger.info("Resuming from %s", file)
         checkpoint = load_file(file)
         rank_buffers = checkpoint.get("rank_buffers", [])
-        incompatible = self._load_model(checkpoint)
-        if any(incompatible):
-            raise comm.SettingsError(
-                f"--resume: the model in {file} is another one ({incompatible}): restore the"
-                " settings, or start in a new OUTPUT_DIR with MODEL.WEIGHTS set to this file"
-            )
+        differences = _describe(self._load_model(checkpoint))
+        if differences:
+            advice = "restore its settings, or start elsewhere with this file as MODEL.WEIGHTS"
+            raise comm.SettingsError(f"--resume: {file} has another model: {differences}: {advice}")
         if len(rank_buffers) == comm.get_world_size():
             comm.load_buffers(self.model, rank_buffers[comm.get_rank()])
         self._load_checkpointables(checkpoint, file, None)
@@ -167,37 +133,35 @@ class Checkpointer:
                 load_file(file)
                 return file
             except comm.SettingsError as error:
+                if isinstance(error.__cause__, pickle.UnpicklingError):
+                    raise  # not an accident: a file to look into, not to pass over
                 self.logger.warning("Passing over a file: %s", error)
         if files:
-            raise comm.SettingsError(
-                f"--resume: none of the {len(files)} checkpoints in {self.save_dir} is good:"
-                " restore one from a backup, or start again in another OUTPUT_DIR"
-            )
+            advice = "restore one from a backup, or start again in another OUTPUT_DIR"
+            raise comm.SettingsError(f"--resume: no good checkpoint in {self.save_dir}: {advice}")
         self.logger.warning("--resume: no checkpoint in %s: starting from scratch", self.save_dir)
         return ""
 
-    def _load_model(self, checkpoint: dict) -> IncompatibleKeys:
+    def _load_model(self, checkpoint: dict) -> "_IncompatibleKeys":
         checkpoint.pop("rank_buffers", None)
         state = {key: torch.as_tensor(value) for key, value in checkpoint.pop("model").items()}
         if state and all(key.startswith("module.") for key in state):
             state = {key.removeprefix("module."): value for key, value in state.items()}
-        incorrect_shapes = []
-        for key, own in self.model.state_dict(keep_vars=True).items():
-            if key in state and not nn.parameter.is_lazy(own) and state[key].shape != own.shape:
-                shapes = tuple(state.pop(key).shape), tuple(own.shape)
-                incorrect_shapes.append((key, *shapes))
-        missing, unexpected = self.model.load_state_dict(state, strict=False)
-        names_of = defaultdict(list)  # a shared tensor has several names, one of them is enough
+        incorrect_shapes, names_of = [], defaultdict(list)
         for key, own in self.model.state_dict(keep_vars=True).items():
             names_of[id(own)].append(key)
+            if key in state and not nn.parameter.is_lazy(own) and state[key].shape != own.shape:
+                incorrect_shapes.append((key, tuple(state.pop(key).shape), tuple(own.shape)))
+        missing, unexpected = self.model.load_state_dict(state, strict=False)
+        # A shared tensor has several names, of which one in the file is enough.
         found = {key for names in names_of.values() for key in names if state.keys() & set(names)}
         found.update(key for key, *_ in incorrect_shapes)
         missing = [key for key in missing if key not in found]
-        return IncompatibleKeys(missing, unexpected, incorrect_shapes)
+        return _IncompatibleKeys(missing, unexpected, incorrect_shapes)
 
-    def _log_incompatible_keys(self, incompatible: IncompatibleKeys) -> None:
-        if any(incompatible):
-            self.logger.warning("The model is not the one that was saved.  %s", incompatible)
+    def _log_incompatible_keys(self, incompatible: "_IncompatibleKeys") -> None:
+        if differences := _describe(incompatible):
+            self.logger.warning("The model is not the one saved: %s", differences)
 
     def _load_checkpointables(self, checkpoint: dict, path: str, keys: list[str] | None) -> None:
         for key in self.checkpointables if keys is None else keys:
@@ -207,13 +171,20 @@ class Checkpointer:
                 self.logger.warning("%s holds no %s, which starts anew", path, key)
 
 
-def _grouped(keys: list[str]) -> list[str]:
-    """["a.b.weight", "a.b.bias", "c"] -> ["a.b.{weight, bias}", "c"]"""
-    groups = defaultdict(list)
-    for key in keys:
-        prefix, _, name = key.rpartition(".")
-        groups[prefix].append(name)
-    return [
-        ".".join(filter(None, [prefix, names[0] if len(names) == 1 else f"{{{', '.join(names)}}}"]))
-        for prefix, names in groups.items()
-    ]
+class _IncompatibleKeys(NamedTuple):
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+    incorrect_shapes: list[tuple[str, tuple, tuple]]  # name, shape in the file, in the model
+
+
+def _describe(incompatible: _IncompatibleKeys) -> str:
+    def grouped(keys: list[str]) -> str:  # "a.weight", "a.bias" -> "a.{weight,bias}"
+        groups = defaultdict(list)
+        for prefix, _, name in (key.rpartition(".") for key in keys):
+            groups[prefix].append(name)
+        return ", ".join(f"{prefix}.{{{','.join(names)}}}" for prefix, names in groups.items())
+
+    parts = [f"missing: {grouped(incompatible[0])}"] if incompatible[0] else []
+    parts += [f"only in the file: {grouped(incompatible[1])}"] if incompatible[1] else []
+    parts += [f"{name} is {old} in the file, {new} here" for name, old, new in incompatible[2]]
+    return "; ".join(parts)

@@ -12,7 +12,7 @@ from plumbing.comm import SettingsError
 
 
 def write_atomically(path: str, write: Callable[[BinaryIO], Any]) -> None:
-    """Let ``write`` fill a file that appears under ``path`` whole and durable, or not at all."""
+    """Let ``write`` fill a file that then appears whole and durable, or not at all."""
     folder, name = os.path.split(path)
     temporary = os.path.join(folder, f".{name}.tmp")
     try:
@@ -26,21 +26,14 @@ def write_atomically(path: str, write: Callable[[BinaryIO], Any]) -> None:
             os.remove(temporary)
         raise
     descriptor = os.open(folder or ".", os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    os.fsync(descriptor)  # of the new name
+    os.close(descriptor)
 
 
 def load_file(path: str) -> dict:
-    """Read a checkpoint to the CPU, after a look at the checksums of its content.
-
-    Raises:
-        SettingsError: it is missing or damaged.
-        RuntimeError: it is whole but holds code or foreign types, which are never loaded.
-    """
+    """Read a checkpoint to the CPU; one that is damaged or holds code is a SettingsError."""
     if not os.path.isfile(path):
-        raise SettingsError(f"checkpoint {path} does not exist; check MODEL.WEIGHTS")
+        raise SettingsError(f"checkpoint {path} does not exist")
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
@@ -51,15 +44,12 @@ def load_file(path: str) -> dict:
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        raise RuntimeError(
-            f"checkpoint {path} is refused: it is whole, but holds code or foreign types.  Find out"
-            f" where it comes from.  ({str(error).splitlines()[0]})"
-        ) from error
+        raise SettingsError(f"checkpoint {path} holds code or foreign types: refused") from error
     return checkpoint if "model" in checkpoint else {"model": checkpoint}
 
 
 def to_plain_types(value: Any) -> Any:
-    """Numbers and arrays of numpy, paths and mappings, as types that torch.load allows."""
+    """Replace numpy's numbers and arrays, paths, and other mappings, by what torch.load allows."""
     if isinstance(value, dict):
         return {key: to_plain_types(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,5 +1,5 @@
+import contextlib
 import json
-import logging
 import math
 import os
 import re
@@ -12,36 +12,24 @@ from .files import write_atomically
 
 
 class PeriodicCheckpointer:
-    """Saves ``model_0004999.pth`` and so on, and ``model_final.pth`` after the last iteration.
+    """Saves model_0004999.pth and so on each ``period``, and model_final.pth at ``max_iter``.
 
-    Args:
-        period: in iterations; 0: only the final one, negative: none.
-        max_iter: without it there is no final one.
-        max_to_keep: older numbered files on the disk are deleted; None keeps all.
+    A period of 0 saves only the final one, a negative one none.  Of the numbered files on the disk
+    the newest ``max_to_keep`` stay, by default all.
     """
 
     def __init__(
-        self,
-        checkpointer: Checkpointer,
-        period: int,
-        max_iter: int | None = None,
-        max_to_keep: int | None = None,
-        file_prefix: str = "model",
-    ) -> None:
+        self, checkpointer: Checkpointer, period: int, max_iter: int | None = None,
+        max_to_keep: int | None = None, file_prefix: str = "model",
+    ) -> None:  # fmt: skip
         if max_to_keep is not None and max_to_keep < 1:
-            raise ValueError(f"max_to_keep must be at least 1, or None to keep all: {max_to_keep}")
+            raise ValueError(f"max_to_keep must be at least 1, or None for all: {max_to_keep}")
         self.checkpointer = checkpointer
-        self.period = period
-        self.max_iter = max_iter
-        self.max_to_keep = max_to_keep
-        self.file_prefix = file_prefix
+        self.period, self.max_iter = period, max_iter
+        self.max_to_keep, self.file_prefix = max_to_keep, file_prefix
 
     def step(self, iteration: int, **kwargs: Any) -> None:
-        """Save if it is time to.  All ranks call it, after each iteration.
-
-        Args:
-            iteration: the one that has just ended; saved along with ``kwargs``.
-        """
+        """Save if it is time to, with ``kwargs``; all ranks call it after each iteration."""
         if self.period > 0 and (iteration + 1) % self.period == 0:
             self.save(f"{self.file_prefix}_{iteration:07d}", iteration=iteration, **kwargs)
             self._delete_old(iteration)
@@ -49,73 +37,57 @@ class PeriodicCheckpointer:
             self.save(f"{self.file_prefix}_final", iteration=iteration, **kwargs)
 
     def save(self, name: str, **kwargs: Any) -> None:
-        """Save now.  All ranks call it."""
+        """Save now; all ranks call it."""
         self.checkpointer.save(name, **kwargs)
 
     def _delete_old(self, iteration: int) -> None:
         if self.max_to_keep is None or not self.checkpointer.save_to_disk:
             return
-        pattern = re.compile(rf"{re.escape(self.file_prefix)}_(\d{{7,}})\.pth")
-        found = {}
+        pattern, found = re.escape(self.file_prefix) + r"_(\d{7,})\.pth", {}
         for path in self.checkpointer.get_all_checkpoint_files():
-            if match := pattern.fullmatch(os.path.basename(path)):
+            if match := re.fullmatch(pattern, os.path.basename(path)):
                 found[path] = int(match[1])
-        # Files of later iterations are left from before a resume: they are the oldest.
+        # Later iterations are left from before a resume from an earlier one: they go first.
         oldest_first = sorted(found, key=lambda path: (found[path] <= iteration, found[path]))
         for path in oldest_first[: -self.max_to_keep]:
-            try:
+            with contextlib.suppress(OSError):  # a file that stays does no harm
                 os.remove(path)
-            except OSError as error:
-                self.checkpointer.logger.warning("Cannot delete an old checkpoint: %s", error)
 
 
 class BestCheckpointer:
-    """Saves ``model_best.pth`` when an evaluation is better than all before; never resumed from.
+    """Saves model_best.pth when ``val_metric`` beats all before; it is never resumed from.
 
-    The best value stands in a json file beside it and so outlives the run.
-
-    Args:
-        val_metric: name in the results, such as "digits_test/accuracy"; "" saves nothing.
-        mode: "max" or "min", the better direction.
+    The best value stands beside it, in model_best.json, and so holds after a resume.  The metric is
+    one like "digits_test/accuracy", and "" for none; ``mode`` is "max" or "min".
     """
 
     def __init__(
-        self,
-        checkpointer: Checkpointer,
-        val_metric: str,
-        mode: str = "max",
+        self, checkpointer: Checkpointer, val_metric: str, mode: str = "max",
         file_prefix: str = "model_best",
-    ) -> None:
-        self.checkpointer = checkpointer
-        self.val_metric = val_metric
+    ) -> None:  # fmt: skip
+        self.checkpointer, self.val_metric = checkpointer, val_metric
         self.sign = {"max": 1, "min": -1}[mode]
         self.file_prefix = file_prefix
-        self.logger = logging.getLogger("plumbing.checkpoint")
         self._path = os.path.join(checkpointer.save_dir, f"{file_prefix}.json")
         self.best = comm.from_main_process(self._read).get(val_metric)
 
     def step(self, iteration: int, results: dict[str, float]) -> None:
-        """Save if the metric is better.  All ranks call it, with the same results."""
-        if not self.val_metric:
+        """Save if the metric is better; all ranks call it, with the same results."""
+        logger, value = self.checkpointer.logger, results.get(self.val_metric)
+        if self.val_metric and value is None:
+            logger.warning("No %s among the results: %s", self.val_metric, ", ".join(results))
+        if value is None or not math.isfinite(value):
             return
-        value = results.get(self.val_metric)
-        if value is None:
-            self.logger.warning("No %s in the results: %s", self.val_metric, ", ".join(results))
+        if self.best is not None and self.sign * value <= self.sign * self.best:
             return
-        better = self.best is None or self.sign * value > self.sign * self.best
-        if not (math.isfinite(value) and better):
-            return
-        self.logger.info("Best %s so far: %.5g", self.val_metric, value)
+        logger.info("Best %s so far: %.5g", self.val_metric, value)
         self.best = value
         record = {self.val_metric: value, "iteration": iteration}
         self.checkpointer.save(self.file_prefix, tag_checkpoint=False, **record)
         if self.checkpointer.save_to_disk:
-            text = json.dumps(record).encode()
-            write_atomically(self._path, lambda file: file.write(text))
+            write_atomically(self._path, lambda file: file.write(json.dumps(record).encode()))
 
     def _read(self) -> dict:
-        try:
-            with open(self._path) as file:
-                return json.load(file)
-        except (OSError, ValueError):
-            return {}
+        with contextlib.suppress(OSError, ValueError), open(self._path) as file:
+            return json.load(file)
+        return {}

@@ -1,7 +1,7 @@
 import math
 import statistics
 from collections import deque
-from itertools import islice
+from itertools import islice, takewhile
 
 import torch
 
@@ -21,32 +21,27 @@ class HistoryBuffer:
 
     def pop(self) -> None:
         """Take the newest value back."""
-        self._count -= 1
         self._sum -= self._data.pop()[0]
+        self._count -= 1
 
     def latest(self) -> float:
         return self._data[-1][0]
 
     def latest_iteration(self) -> float:
-        """Iteration of the newest value, -1 if there is none."""
+        """Of the newest value; -1 without values."""
         return self._data[-1][1] if self._data else -1
 
     def count_since(self, iteration: float) -> int:
-        """How many of the newest values in a row belong to a later iteration than this."""
-        count = 0
-        for _, other in reversed(self._data):
-            if other <= iteration:
-                break
-            count += 1
-        return count
+        """Number of the newest values in a row that are of later iterations."""
+        return sum(1 for _ in takewhile(lambda item: item[1] > iteration, reversed(self._data)))
 
     def median(self, window_size: int) -> float:
-        """Median of the newest ``window_size`` values; nan if there are none or one is nan."""
+        """Of the newest ``window_size`` values; nan without values, or if one is nan."""
         values = self._newest(window_size)
         return statistics.median(values) if values and not math.isnan(sum(values)) else math.nan
 
     def avg(self, window_size: int) -> float:
-        """Mean of the newest ``window_size`` values; nan if there are none."""
+        """Mean of the newest ``window_size`` values; nan without values."""
         values = self._newest(window_size)
         return sum(values) / len(values) if values else math.nan
 
@@ -56,7 +51,7 @@ class HistoryBuffer:
         return [value for value, _ in islice(reversed(self._data), window_size)]
 
     def global_avg(self) -> float:
-        """Mean of all values ever, those no longer kept included; nan if there were none."""
+        """Mean of all values ever; nan without values."""
         return self._sum / self._count if self._count else math.nan
 
     def values(self) -> list[tuple[float, float]]:
@@ -64,15 +59,10 @@ class HistoryBuffer:
         return list(self._data)
 
     def state_dict(self) -> dict:
-        values, iterations = zip(*self._data) if self._data else ((), ())
-        return {
-            "values": torch.tensor(values, dtype=torch.float64),
-            "iterations": torch.tensor(iterations, dtype=torch.int64),
-            "count": self._count,
-            "sum": self._sum,
-        }
+        pairs = torch.tensor(self.values(), dtype=torch.float64).reshape(-1, 2)
+        return {"pairs": pairs, "count": self._count, "sum": self._sum}
 
     def load_state_dict(self, state: dict) -> None:
         self._data.clear()
-        self._data.extend(zip(state["values"].tolist(), state["iterations"].tolist()))
+        self._data.extend((value, int(iteration)) for value, iteration in state["pairs"].tolist())
         self._count, self._sum = state["count"], state["sum"]

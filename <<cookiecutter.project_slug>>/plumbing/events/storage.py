@@ -1,19 +1,21 @@
 import contextlib
 import math
+import zlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
+from plumbing import comm
 from plumbing.comm import NonFiniteError
 
 from .history import HistoryBuffer
-from .reading import read_tensors
 
 _STACK = []  # the storages of the open `with` blocks, the innermost last
 _HISTORY_LENGTH = 1000  # values kept of each scalar: memory is bounded
 _WAITING_LENGTH = 100_000  # tensors that may wait, should nothing ever be due
+_MESSAGE_LENGTH = 1024  # float64 values that each rank sends in one collective
 _IMAGES_LENGTH = 100  # images, and histograms, that may wait for a writer; the oldest go first
 
 
@@ -30,9 +32,9 @@ def has_event_storage() -> bool:
 class EventStorage:
     """Keeps what is put, under the iteration ``iter``; inside a ``with`` it is the current storage.
 
-    Several puts of one name in one iteration (micro-batches) are averaged.  Tensors stay unread on
-    their device until ``reduce``, or until someone asks for a value and gets this rank's own;
-    numbers are this rank's own always.
+    Several puts of one name in one iteration (micro-batches) are averaged.  Numbers are this rank's
+    own.  Tensors stay unread on their device until ``reduce`` averages them over the ranks; whoever
+    asks for a value before that gets this rank's.
     """
 
     def __init__(self, start_iter: int = 0) -> None:
@@ -40,7 +42,7 @@ class EventStorage:
         self._prefix = ""
         self._histories: dict[str, HistoryBuffer] = {}
         self._hints: dict[str, bool] = {}
-        self._puts: dict[str, tuple[int, float, int]] = {}  # newest iteration, sum, count
+        self._puts: dict[str, tuple[int, float, int]] = {}  # of the newest iteration: sum, count
         self._waiting: list[tuple[str, int, torch.Tensor]] = []
         self._num_read = 0  # so many of the waiting stand in the histories with this rank's value
         self._vis_data = deque(maxlen=_IMAGES_LENGTH)
@@ -73,13 +75,10 @@ class EventStorage:
     def put_scalar(
         self, name: str, value: Any, smoothing_hint: bool = True, cur_iter: int | None = None
     ) -> None:
-        """Keep a number or a tensor of one element; never waits for the device.
+        """Keep a number or a tensor of one element, for ``iter`` or ``cur_iter``; never waits.
 
-        Args:
-            smoothing_hint: writers show the median of a window, otherwise the newest value.
-            cur_iter: the iteration it belongs to, by default ``iter``.
-        Raises:
-            ValueError: ``smoothing_hint`` changed, or the tensor has more than one element.
+        With the hint, which must not change, writers show the median of a window; otherwise the
+        newest value.  A tensor of another size is a ValueError.
         """
         name = self._prefix + name
         if self._hints.setdefault(name, smoothing_hint) != smoothing_hint:
@@ -87,28 +86,21 @@ class EventStorage:
         iteration = self.iter if cur_iter is None else cur_iter
         if not isinstance(value, torch.Tensor):
             self._record(name, float(value), iteration)
-            return
-        if value.numel() != 1:
+        elif value.numel() != 1:
             raise ValueError(f"scalar {name}: needs one element, got shape {tuple(value.shape)}")
-        # What autograd made is fresh; another tensor may be a buffer that its owner changes later.
-        value = value.detach() if value.requires_grad else value.clone()
-        self._waiting.append((name, iteration, value))
-        if len(self._waiting) >= _WAITING_LENGTH:
-            self.reduce()
+        else:
+            # What autograd made is fresh; another tensor may be a buffer that its owner changes.
+            value = value.detach() if value.requires_grad else value.clone()
+            self._waiting.append((name, iteration, value))
+            if len(self._waiting) >= _WAITING_LENGTH:
+                self.reduce()
 
     def put_scalars(
-        self,
-        scalars: dict[str, Any] | None = None,
-        /,
-        *,
-        smoothing_hint: bool = True,
-        cur_iter: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """``put_scalar`` for every item of a dict, whatever its name, and every keyword."""
-        for name, value in (scalars or {}).items():
-            self.put_scalar(name, value, smoothing_hint, cur_iter)
-        for name, value in kwargs.items():
+        self, scalars: Mapping[str, Any] | None = None, /, *,
+        smoothing_hint: bool = True, cur_iter: int | None = None, **kwargs: Any,
+    ) -> None:  # fmt: skip
+        """``put_scalar`` for each item of a dict, whatever its name, and each keyword."""
+        for name, value in {**(scalars or {}), **kwargs}.items():
             self.put_scalar(name, value, smoothing_hint, cur_iter)
 
     def put_image(self, img_name: str, img_tensor: torch.Tensor) -> None:
@@ -116,30 +108,17 @@ class EventStorage:
         self._vis_data.append((self._prefix + img_name, img_tensor, self.iter))
 
     def put_histogram(self, hist_name: str, hist_tensor: torch.Tensor, bins: int = 1000) -> None:
-        """Keep the histogram of a tensor of any shape and dtype, without non-finite elements.
-
-        Reads the tensor: on a GPU this waits.
-        """
+        """Keep the histogram of a tensor's finite elements; reads it, so on a GPU this waits."""
         values = hist_tensor.detach().float().flatten().cpu()
         values = values[values.isfinite()]
-        if len(values) == 0:
-            return
-        low, high = values.min().item(), values.max().item()
-        margin = 0.0 if high > low else 1e-3 * max(1.0, abs(low))
-        counts, edges = torch.histogram(values, bins, range=(low - margin, high + margin))
-        self._histogram_data.append(
-            {
-                "tag": self._prefix + hist_name,
-                "min": low,
-                "max": high,
-                "num": len(values),
-                "sum": values.sum().item(),
-                "sum_squares": values.square().sum().item(),
-                "bucket_limits": edges[1:].tolist(),
-                "bucket_counts": counts.tolist(),
-                "global_step": self.iter,
-            }
-        )
+        if len(values):
+            low, high = values.min().item(), values.max().item()
+            margin = 0.0 if high > low else 1e-3 * max(1.0, abs(low))
+            counts, edges = torch.histogram(values, bins, range=(low - margin, high + margin))
+            sums = {"sum": values.sum().item(), "sum_squares": values.square().sum().item()}
+            buckets = {"bucket_limits": edges[1:].tolist(), "bucket_counts": counts.tolist()}
+            what = {"tag": self._prefix + hist_name, "global_step": self.iter, "num": len(values)}
+            self._histogram_data.append({**what, "min": low, "max": high, **sums, **buckets})
 
     def clear_images(self) -> None:
         self._vis_data.clear()
@@ -152,7 +131,12 @@ class EventStorage:
         return self.histories()[name]
 
     def histories(self) -> dict[str, HistoryBuffer]:
-        self._read()
+        unread = self._waiting[self._num_read :]
+        if unread:
+            names, iterations, tensors = zip(*unread)
+            for put in zip(names, _to_vector(tensors).tolist(), iterations):
+                self._record(*put)
+            self._num_read = len(self._waiting)
         return self._histories
 
     def latest(self) -> dict[str, tuple[float, int]]:
@@ -162,10 +146,9 @@ class EventStorage:
     def latest_with_smoothing_hint(self, window_size: int = 20) -> dict[str, tuple[float, int]]:
         """Like ``latest``, but a name put with the hint gets its median over a window."""
         latest = self.latest()
-        for name in latest:
-            if self._hints[name]:
-                median = self._histories[name].median(self.count_samples(name, window_size))
-                latest[name] = (median, latest[name][1])
+        for name in [name for name in latest if self._hints[name]]:
+            median = self._histories[name].median(self.count_samples(name, window_size))
+            latest[name] = (median, latest[name][1])
         return latest
 
     def count_samples(self, name: str, window_size: int = 20) -> int:
@@ -179,42 +162,40 @@ class EventStorage:
         return self._hints
 
     def reduce(self, grad_may_overflow: bool = False) -> None:
-        """Read all that waits: the mean over the ranks, of ``*_time`` the maximum.  Collective.
+        """Read all that waits: means over the ranks, of ``*_time`` the maximum.  Collective.
 
-        Args:
-            grad_may_overflow: a non-finite grad_norm is no error (float16: its step was skipped).
-        Raises:
-            NonFiniteError: a loss or grad_norm of some rank is not finite; on every rank.
-            ValueError: the ranks put different tensors.
+        A loss or grad_norm that is not finite on some rank is a NonFiniteError on all; a grad_norm
+        is none if ``grad_may_overflow`` (float16 skips such a step).
         """
-        self._forget_local_values()
-        waiting, self._waiting = self._waiting, []
-        ranks = read_tensors(waiting, all_ranks=True)
-        for (name, iteration, _), *values in zip(waiting, *ranks):
+        for name, iteration, _ in self._waiting[: self._num_read]:  # this rank's values go
+            self._puts.pop(name, None)
+            while self._histories[name].latest_iteration() >= iteration:
+                self._histories[name].pop()
+        names, iterations, tensors = zip(*self._waiting) if self._waiting else ((), (), ())
+        self._waiting, self._num_read = [], 0
+        ranks = _gather_vectors(_to_vector(tensors), names)
+        for name, iteration, *values in zip(names, iterations, *ranks):
             slowest = name.endswith("_time")
             self._record(name, max(values) if slowest else sum(values) / len(values), iteration)
         for rank, values in enumerate(ranks):
             if not math.isfinite(sum(values)):
-                self._require_finite(waiting, rank, values, grad_may_overflow)
+                checked = ("loss",) if grad_may_overflow else ("loss", "grad_norm")
+                self._require_finite(list(zip(iterations, names, values)), rank, checked)
 
-    def _read(self) -> None:
-        unread = self._waiting[self._num_read :]
-        if unread:
-            for (name, iteration, _), value in zip(unread, read_tensors(unread)[0]):
-                self._record(name, value, iteration)
-            self._num_read = len(self._waiting)
-
-    def _forget_local_values(self) -> None:
-        for name, iteration, _ in self._waiting[: self._num_read]:
-            self._puts.pop(name, None)
-            while self._histories[name].latest_iteration() >= iteration:
-                self._histories[name].pop()
-        self._num_read = 0
+    def _require_finite(self, puts: list, rank: int, checked: tuple[str, ...]) -> None:
+        bad = [i for i, name, v in puts if not math.isfinite(v) and any(c in name for c in checked)]
+        if bad:
+            rates = self._histories.get("lr", HistoryBuffer()).values()
+            values = [(name, value) for i, name, value in puts if i == min(bad)]
+            values += [("lr", rate) for rate, i in rates if i == min(bad)]
+            listing = ", ".join(f"{name} {value:.4g}" for name, value in values)
+            raise NonFiniteError(
+                f"not finite at iteration {min(bad)} on rank {rank}: {listing}; resume from a good"
+                " checkpoint with a lower SOLVER.BASE_LR or CLIP_GRAD_NORM, or look at the data"
+            )
 
     def _record(self, name: str, value: float, iteration: int) -> None:
-        history = self._histories.get(name)
-        if history is None:
-            history = self._histories[name] = HistoryBuffer(_HISTORY_LENGTH)
+        history = self._histories.setdefault(name, HistoryBuffer(_HISTORY_LENGTH))
         newest, total, count = self._puts.get(name, (None, 0.0, 0))
         if newest != iteration:
             total, count = 0.0, 0
@@ -223,29 +204,36 @@ class EventStorage:
         self._puts[name] = iteration, total + value, count + 1
         history.update((total + value) / (count + 1), iteration)
 
-    def _require_finite(self, waiting: list, rank: int, values: list, overflow: bool) -> None:
-        def is_bad(name: str, value: float) -> bool:
-            checked = "loss" in name or ("grad_norm" in name and not overflow)
-            return checked and not math.isfinite(value)
-
-        bad = [put[1] for put, value in zip(waiting, values) if is_bad(put[0], value)]
-        if bad:
-            first = min(bad)
-            at_first = {put[0]: v for put, v in zip(waiting, values) if put[1] == first}
-            lr = [v for v, i in self.histories().get("lr", HistoryBuffer()).values() if i == first]
-            listing = ", ".join(f"{name} {value:.4g}" for name, value in at_first.items())
-            raise NonFiniteError(
-                f"not finite at iteration {first} on rank {rank}: {listing}, lr {lr}.  The newest"
-                " checkpoint is good: resume from it with a lower SOLVER.BASE_LR or a"
-                " SOLVER.CLIP_GRAD_NORM, or look at the data of that iteration"
-            )
-
     def state_dict(self) -> dict:
         histories = {name: history.state_dict() for name, history in self.histories().items()}
         return {"histories": histories, "smoothing_hints": dict(self._hints)}
 
     def load_state_dict(self, state: dict) -> None:
         self._hints = dict(state["smoothing_hints"])
-        self._histories = {name: HistoryBuffer(_HISTORY_LENGTH) for name in state["histories"]}
-        for name, history in self._histories.items():
-            history.load_state_dict(state["histories"][name])
+        for name, history in state["histories"].items():
+            self._histories[name] = HistoryBuffer(_HISTORY_LENGTH)
+            self._histories[name].load_state_dict(history)
+
+
+def _to_vector(tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Join tensors of one element each, on a GPU if any is on it; float64."""
+    device = max((tensor.device for tensor in tensors), key=lambda d: d.type, default="cpu")
+    parts = [torch.zeros(0, device=device), *(tensor.reshape(1).to(device) for tensor in tensors)]
+    return torch.cat(parts).double()
+
+
+def _gather_vectors(vector: torch.Tensor, names: tuple[str, ...]) -> list[list[float]]:
+    """The values of each rank; a message has one length and says what is in it."""
+    if comm.get_world_size() == 1:
+        return [vector.tolist()]
+    label, ranks = float(zlib.crc32(repr(names).encode())), []
+    for part in vector.split(_MESSAGE_LENGTH - 1):
+        message = vector.new_full((_MESSAGE_LENGTH,), label)
+        message[1 : 1 + len(part)] = part
+        received = comm.gather_tensor(message).tolist()
+        if any(other[0] != label for other in received):
+            comm.require_same_keys(list(names), "EventStorage.reduce")
+        ranks = ranks or [[] for _ in received]
+        for values, other in zip(ranks, received):
+            values += other[1 : 1 + len(part)]
+    return ranks

@@ -1,0 +1,139 @@
+"""What the tests share: a small run of train.py, in this process, on ranks, or from the shell.
+
+A rank is a process that is forked off a server which holds torch already, and takes half a second
+where one of torchrun takes six.
+"""
+
+import contextlib
+import json
+import logging
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch.distributed import TCPStore
+
+import train
+from plumbing.setup import default_argument_parser, launch
+
+ROOT = Path(train.__file__).parent
+TIMEOUT = 120  # seconds after which a process is taken to hang
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+SMALL = """
+    MODEL.DEVICE cpu MODEL.WIDTH 8 DATALOADER.NUM_WORKERS 0 SOLVER.BATCH_SIZE 240 SOLVER.MAX_ITER 12
+    SOLVER.BASE_LR 0.3 SOLVER.WARMUP_ITERS 2 LOG_PERIOD 3 SOLVER.CHECKPOINT_PERIOD 4
+    SOLVER.CHECKPOINTS_TO_KEEP 9 TEST.EVAL_PERIOD 4
+"""  # an epoch ends within iteration 5, the next within 11
+
+torch.set_num_threads(1)  # as everywhere below: then sums are the same to the bit
+
+
+def arguments(output, words=""):
+    """What follows train.py on a command line; settings in ``words`` prevail over the small ones.
+
+    A "{output}" in ``words`` stands for the folder.
+    """
+    words = (SMALL + words).replace("{output}", str(output)).split()
+    return ["--config", str(ROOT / "cfg.yaml"), "OUTPUT_DIR", str(output), *words]
+
+
+def parse(words):
+    return default_argument_parser().parse_intermixed_args(words)
+
+
+@contextlib.contextmanager
+def own_log():
+    """Inside, a run may replace the handlers of the log; afterwards pytest has its own again."""
+    root = logging.getLogger()
+    handlers, level, root.handlers = root.handlers, root.level, []
+    try:
+        yield
+    finally:
+        for handler in root.handlers:
+            handler.close()
+        root.handlers = handlers
+        root.setLevel(level)
+
+
+def train_here(output, words=""):
+    """Call train.main in this process; returns the results."""
+    with own_log():
+        return train.main(parse(arguments(output, words)))
+
+
+class Rank(NamedTuple):
+    code: int  # of the exit
+    printed: str
+    result: Any  # what the function returned; None when it did not
+
+
+@pytest.fixture(scope="session")
+def server():
+    """Starts the process that ranks are forked off."""
+    preload = ["torch._dynamo", "torch.utils.tensorboard", "yacs.config", "pytest"]
+    forkserver.set_forkserver_preload(preload)
+    forkserver.ensure_running()
+
+
+@pytest.fixture
+def on_ranks(server, tmp_path):
+    """on_ranks(number, function, *args) calls a function of a module on ranks: a list of Rank."""
+
+    def call(number, function, *args):
+        folder = tmp_path / f"ranks {time.monotonic_ns()}"
+        folder.mkdir()
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        context = multiprocessing.get_context("forkserver")
+        common = number, store.port, folder, function, args
+        ranks = [context.Process(target=_rank, args=(rank, *common)) for rank in range(number)]
+        for rank in ranks:
+            rank.start()
+        deadline = time.monotonic() + TIMEOUT
+        for rank in ranks:
+            rank.join(max(0, deadline - time.monotonic()))
+        hanging = [rank.kill() for rank in ranks if rank.exitcode is None]
+        assert not hanging, f"{len(hanging)} ranks hang in {function.__name__}"
+        return [_read(folder, number, rank.exitcode) for number, rank in enumerate(ranks)]
+
+    return call
+
+
+def _rank(rank, number, port, folder, function, args):
+    os.environ.update(  # as torchrun does
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(number),
+        LOCAL_WORLD_SIZE=str(number),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+    )
+    with open(folder / f"{rank}.txt", "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    launch(lambda: (folder / f"{rank}.json").write_text(json.dumps(function(*args))))
+
+
+def _read(folder, rank, code):
+    result = folder / f"{rank}.json"
+    result = json.loads(result.read_text()) if result.exists() else None
+    return Rank(code, (folder / f"{rank}.txt").read_text(), result)
+
+
+def shell(*words, **env):
+    """Run ``python *words`` in the folder of train.py: the finished process."""
+    return subprocess.run(
+        [sys.executable, *map(str, words)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+    )
