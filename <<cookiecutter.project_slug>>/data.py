@@ -5,12 +5,14 @@
 """
 
 import os
+import time
 
 import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 from plumbing.comm import SettingsError
+from plumbing.preemption import ignore_signals
 from plumbing.samplers import InferenceSampler, TrainingBatchSampler, random_bits
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -90,6 +92,37 @@ def to_device(data, device):
     return {name: tensor.to(device, non_blocking=True) for name, tensor in data.items()}
 
 
+class IterationTimer:
+    """Hands on what a loader yields, and measures in seconds the wait for it and the iterations.
+
+    ``batch_size`` is that of an iteration, over all ranks.
+    """
+
+    def __init__(self, data_loader, batch_size):
+        self._data_loader, self._batch_size = data_loader, batch_size
+        self._start, self._num_iters = None, 0  # since the last lap
+        self.data_time = torch.zeros((), dtype=torch.float64)  # of the last wait
+
+    def __iter__(self):
+        start = time.perf_counter()
+        for item in self._data_loader:
+            now = time.perf_counter()
+            self.data_time = torch.tensor(now - start, dtype=torch.float64)
+            self._start = self._start or start
+            self._num_iters += 1
+            yield item
+            start = time.perf_counter()
+
+    def lap(self):
+        """Means since the last lap, without what came between that and the next wait for data.
+
+        It belongs after the values of an iteration were read: then a GPU has caught up.
+        """
+        seconds = (time.perf_counter() - self._start) / self._num_iters
+        self._start, self._num_iters = None, 0
+        return {"time": seconds, "samples_per_second": self._batch_size / seconds}
+
+
 def _data_loader(cfg, dataset, batch_sampler):
     return DataLoader(
         dataset,
@@ -97,6 +130,7 @@ def _data_loader(cfg, dataset, batch_sampler):
         collate_fn=_as_fetched,
         num_workers=cfg.DATALOADER.NUM_WORKERS,
         pin_memory=cfg.MODEL.DEVICE == "cuda",
+        worker_init_fn=ignore_signals,
         generator=torch.Generator(),  # its own, so that it draws nothing from the training's
     )
 

@@ -14,7 +14,7 @@ import os
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
-from data import build_test_loader, build_train_loader
+from data import IterationTimer, build_test_loader, build_train_loader
 from defaults import check_cfg, get_cfg
 from evaluation import (
     build_evaluator,
@@ -24,10 +24,11 @@ from evaluation import (
     save_results,
 )
 from model import build_model, sum_losses
+from optimizer import build_lr_scheduler, build_optimizer
 from plumbing import comm
 from plumbing.checkpoint import BestCheckpointer, Checkpointer, PeriodicCheckpointer
 from plumbing.events import EventStorage, get_event_storage, open_writers
-from plumbing.profiler import IterationTimer
+from plumbing.preemption import StopRequest
 from plumbing.settings import keep_settings, merge_settings
 from plumbing.setup import (
     choose_device,
@@ -36,17 +37,16 @@ from plumbing.setup import (
     set_random_state,
     setup_run,
 )
-from plumbing.solver import build_autocast, build_grad_scaler, build_optimizer
-from schedule import build_lr_scheduler
+from plumbing.solver import build_autocast, build_grad_scaler
 
 logger = logging.getLogger("train")
 
 
 def is_due(iteration, max_iter, *periods):
     """Whether one of the periods ends with this iteration; the meaning of 0 is in defaults.py."""
-    last = iteration == max_iter - 1
-    return any(
-        (period > 0 and (iteration + 1) % period == 0) or (last and period >= 0)
+    num_iters, is_last = iteration + 1, iteration == max_iter - 1
+    return num_iters > 0 and any(
+        is_last if period == 0 else period > 0 and (is_last or num_iters % period == 0)
         for period in periods
     )
 
@@ -66,21 +66,22 @@ def do_test(cfg, model):
     return results
 
 
-def catch_up(cfg, model, iteration, writers, best_checkpointer):
-    """After a resume: what follows a save in the loop, for the run may have ended between."""
+def catch_up(cfg, model, iteration, periods, writers, best_checkpointer):
+    """After a resume: what else an iteration has to do, for the run may have ended at its save."""
     storage, results = get_event_storage(), {}
     storage.iter = iteration
-    if iteration >= 0 and is_due(iteration, cfg.SOLVER.MAX_ITER, cfg.TEST.EVAL_PERIOD):
+    if is_due(iteration, cfg.SOLVER.MAX_ITER, cfg.TEST.EVAL_PERIOD):
         results = do_test(cfg, model)
         storage.put_scalars(results, smoothing_hint=False)
         best_checkpointer.step(iteration, results)
-    for writer in writers:
-        writer.write()
+    if is_due(iteration, cfg.SOLVER.MAX_ITER, *periods):
+        for writer in writers:
+            writer.write()
     return results
 
 
 def do_train(cfg, model, resume=False):
-    """Train until iteration SOLVER.MAX_ITER; return the results of the last evaluation."""
+    """Train to iteration SOLVER.MAX_ITER; return the last results, or None if asked to stop."""
     model.train()
     optimizer = build_optimizer(cfg, model)
     scheduler = build_lr_scheduler(cfg, optimizer)
@@ -105,9 +106,10 @@ def do_train(cfg, model, resume=False):
     with (
         EventStorage(start_iter) as storage,
         open_writers(cfg.OUTPUT_DIR, max_iter, start_iter, cfg.LOG_WINDOW) as writers,
+        StopRequest(start_iter) as stop_request,
     ):
         checkpointer.add_checkpointable("storage", storage)
-        results = catch_up(cfg, model, start_iter - 1, writers, best_checkpointer)
+        results = catch_up(cfg, model, start_iter - 1, periods, writers, best_checkpointer)
         for iteration, batches in zip(range(start_iter, max_iter), data_loader):
             storage.iter = iteration
             set_random_state(cfg.SEED, iteration, comm.get_rank())
@@ -130,14 +132,18 @@ def do_train(cfg, model, resume=False):
             scheduler.step()
 
             # Log before saving: a loss that is not finite raises here, on all ranks.
-            if is_due(iteration, max_iter, *periods):
+            stop = stop_request.agreed(iteration)
+            if stop or is_due(iteration, max_iter, *periods):
                 storage.reduce(grad_may_overflow=scaler.is_enabled())
                 storage.put_scalars(data_loader.lap(), smoothing_hint=False)
                 for writer in writers:
                     writer.write()
 
             # Save before evaluating: a bug in an evaluator must not cost the run.
-            periodic_checkpointer.step(iteration)
+            periodic_checkpointer.step(iteration, force=stop)
+            if stop:
+                logger.info("Stopped after iteration %d; --resume goes on from there", iteration)
+                return None
 
             if is_due(iteration, max_iter, cfg.TEST.EVAL_PERIOD):
                 results = do_test(cfg, model)
@@ -167,6 +173,8 @@ def main(args):
     logger.info("Model:\n%s", model)
     if args.eval_only:
         checkpointer = Checkpointer(model, cfg.OUTPUT_DIR)
+        if not cfg.MODEL.WEIGHTS and not (args.resume and checkpointer.has_checkpoint()):
+            raise comm.SettingsError("--eval-only: set MODEL.WEIGHTS, or --resume a saved run")
         checkpointer.resume_or_load(cfg.MODEL.WEIGHTS, resume=args.resume)
         return do_test(cfg, model)
     results = load_results(cfg) if args.resume else None
@@ -179,7 +187,8 @@ def main(args):
             model, device_ids, forward_sync_buffers=False, gradient_as_bucket_view=True
         )
     results = do_train(cfg, model, resume=args.resume)
-    save_results(cfg, results)
+    if results is not None:
+        save_results(cfg, results)
     return results
 
 

@@ -1,7 +1,6 @@
-"""Ranks and what they do together; all of it also works in a single process.
+"""What ranks do together, or a single process alone; the names of detectron2/utils/comm.py.
 
-The names are detectron2's (detectron2/utils/comm.py).  A function marked "collective" must be
-called by all ranks at the same point; the others never communicate.
+All ranks must call a function marked "collective" at one point; the others never communicate.
 """
 
 import contextlib
@@ -127,16 +126,16 @@ def reduce_dict(input_dict: dict, average: bool = True) -> dict:
 
 def gradient_sync(model: nn.Module, enabled: bool) -> contextlib.AbstractContextManager:
     """Around forward and backward: whether the ranks average the gradients then."""
-    waits = isinstance(model, DistributedDataParallel) and not enabled
-    return model.no_sync() if waits else contextlib.nullcontext()
+    alone = enabled or not isinstance(model, DistributedDataParallel)
+    return contextlib.nullcontext() if alone else model.no_sync()
 
 
 @contextlib.contextmanager
 def averaged_buffers(model: nn.Module) -> Iterator[list[torch.Tensor]]:
     """Inside, floating point buffers (batch-norm statistics) are means over ranks.  Collective.
 
-    Afterwards each rank has its own again, so saving and evaluating change nothing in the training.
-    Yields each rank's buffers as one float64 vector, for ``load_buffers``; [] for a single rank.
+    Afterwards each rank has its own again: saving and evaluating change no training.  Yields a
+    vector of each rank's buffers, for ``load_buffers``; [] for a single rank.
     """
     buffers = [each.double().flatten() for each in model.buffers() if each.is_floating_point()]
     if get_world_size() == 1 or not buffers:

@@ -13,8 +13,7 @@ from torch.utils.data import Sampler
 
 from plumbing import comm
 
-_ROUNDS = 6
-_BLOCK = 4096  # positions whose samples are computed together
+_ROUNDS, _BLOCK = 6, 4096  # of the network; positions whose samples are computed together
 
 
 def random_bits(*numbers: int | np.ndarray) -> np.ndarray:
@@ -78,10 +77,7 @@ class TrainingBatchSampler(Sampler):
 
 
 class TrainingSampler(Sampler):
-    """Endless indices for this rank: every world_size-th one of the global order (detectron2).
-
-    The seed is the same on all ranks; without one, one is drawn and shared.
-    """
+    """detectron2's: endless indices, of the global order each world_size-th one for this rank."""
 
     def __init__(self, size: int, shuffle: bool = True, seed: int | None = None) -> None:
         seed = comm.shared_random_seed() if seed is None else int(seed)

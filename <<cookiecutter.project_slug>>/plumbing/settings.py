@@ -36,7 +36,7 @@ def merge_settings(cfg: CfgNode, path: str, opts: list[str]) -> None:
 def keep_settings(cfg: CfgNode, resume: bool, save: bool) -> None:
     """Replace a negative seed, freeze and log the settings, save config.yaml.  Collective.
 
-    A resumed run keeps the seed that it drew, and logs which of its settings differ from before.
+    A resumed run keeps the seed that was drawn, and logs which of its settings differ.
     """
     path = os.path.join(cfg.OUTPUT_DIR, "config.yaml")
     drawn = int.from_bytes(os.urandom(4), "little") // 2

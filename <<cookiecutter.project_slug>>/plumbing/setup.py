@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 
 def default_argument_parser(description: str | None = None) -> argparse.ArgumentParser:
     """Its ``parse_intermixed_args`` takes the flags in any order."""
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=description, formatter_class=formatter)
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=description, formatter_class=style)
     parser.add_argument("--config", required=True, metavar="FILE", help="settings, YAML")
     parser.add_argument("--resume", action="store_true", help="go on with the run in OUTPUT_DIR")
     parser.add_argument("--eval-only", action="store_true", help="evaluate, and do not train")
@@ -46,10 +46,7 @@ def launch(main: Callable[..., Any], *args: Any) -> None:
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of this rank; "auto" is its GPU if there is one, else the CPU.
-
-    More ranks than GPUs are a SettingsError.
-    """
+    """The device of this rank; "auto" is its GPU if the machine has GPUs, else the CPU."""
     num_gpus = torch.cuda.device_count()
     if name == "cpu" or (name == "auto" and num_gpus == 0):
         return torch.device("cpu")
@@ -72,10 +69,7 @@ def set_random_state(seed: int, iteration: int = 0, rank: int = 0) -> None:
 
 
 def setup_run(output_dir: str, may_exist: bool, float32_precision: str, benchmark: bool) -> None:
-    """Make the folder of a run, start the log, set up the backends.  Collective.
-
-    A folder that cannot be written, or holds a run and may not, is a SettingsError.
-    """
+    """Make the folder of a run, start the log, set up the backends.  Collective."""
     comm.from_main_process(lambda: _make_folder(output_dir, may_exist))
     rank = comm.get_rank()
     path = os.path.join(output_dir, f"log.txt.rank{rank}" if rank else "log.txt")
@@ -110,12 +104,11 @@ Command line: {" ".join(sys.argv)}
 Python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}, {cuda}
 {platform.platform()}, {os.cpu_count()} CPUs, GPUs: {", ".join(gpus) or "none"}
 {comm.get_world_size()} ranks, {comm.get_local_size()} of them on {platform.node()}
-Code: {_git("rev-parse", "--verify", "HEAD") or "no commit"}{changes}"""
+Code: {_git("rev-parse", "--verify", "HEAD").strip() or "no commit"}{changes}"""
 
 
 def _git(*args: str) -> str:
     folder = os.path.dirname(os.path.abspath(sys.argv[0]))
     with contextlib.suppress(OSError):
-        done = subprocess.run(["git", "-C", folder, *args], capture_output=True, text=True)
-        return done.stdout.strip()
+        return subprocess.run(["git", "-C", folder, *args], capture_output=True).stdout.decode()
     return ""

@@ -1,4 +1,4 @@
-"""Optimizer and mixed precision.  The settings and their meaning are detectron2's."""
+"""What an optimizer needs around it: learning rates, resuming, mixed precision."""
 
 import contextlib
 import logging
@@ -6,59 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
-_NORM_LAYERS = nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm
-
-
-def build_optimizer(cfg: Any, model: nn.Module) -> torch.optim.Optimizer:
-    solver = cfg.SOLVER
-    groups = get_optimizer_params(
-        model, solver.BASE_LR, solver.WEIGHT_DECAY, solver.WEIGHT_DECAY_NORM,
-        solver.WEIGHT_DECAY_BIAS, solver.BIAS_LR_FACTOR,
-    )  # fmt: skip
-    if solver.OPTIMIZER == "SGD":
-        momentum = {"momentum": solver.MOMENTUM, "nesterov": solver.NESTEROV}
-        optimizer = torch.optim.SGD(groups, solver.BASE_LR, fused=True, **momentum)
-    else:  # AdamW
-        optimizer = torch.optim.AdamW(groups, solver.BASE_LR, solver.BETAS, fused=True)
-    optimizer.register_load_state_dict_pre_hook(_keep_settings)
-    return optimizer
-
-
-def get_optimizer_params(
-    model: nn.Module, base_lr: float, weight_decay: float, weight_decay_norm: float,
-    weight_decay_bias: float, bias_lr_factor: float,
-) -> list[dict]:  # fmt: skip
-    """Named parameter groups, one for each pair of learning rate and decay, without frozen ones.
-
-    ``weight_decay_norm`` goes to all parameters of norm layers, ``weight_decay_bias`` to the other
-    biases.  A shared parameter counts once.
-    """
-    groups, seen = {}, set()
-    for module_name, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if parameter.requires_grad and parameter not in seen:
-                seen.add(parameter)
-                lr = base_lr * bias_lr_factor if name == "bias" else base_lr
-                decay = weight_decay_bias if name == "bias" else weight_decay
-                decay = weight_decay_norm if isinstance(module, _NORM_LAYERS) else decay
-                group = {"lr": lr, "weight_decay": decay, "params": []}
-                full_name = f"{module_name}.{name}".removeprefix("module.").removeprefix(".")
-                groups.setdefault((lr, decay), group)["params"].append((full_name, parameter))
-    return list(groups.values())
-
-
-def _keep_settings(optimizer: torch.optim.Optimizer, saved: dict) -> dict:
-    """Take from the file the state alone, by parameter names; the settings are those in force."""
-    names = [name for group in saved["param_groups"] for name in group["param_names"]]
-    id_of = dict(zip(names, (i for group in saved["param_groups"] for i in group["params"])))
-    groups = []
-    for own in optimizer.state_dict()["param_groups"]:
-        groups.append({**own, "params": [id_of.get(name, name) for name in own["param_names"]]})
-        if new := [name for name in own["param_names"] if name not in id_of]:
-            logging.getLogger(__name__).warning("The optimizer starts anew for %s", ", ".join(new))
-    return {"state": saved["state"], "param_groups": groups}
+from plumbing.comm import SettingsError
 
 
 class LRMultiplier:
@@ -88,6 +37,21 @@ class LRMultiplier:
         factor = self.factor(self.iteration)
         for group, base_lr in zip(self.optimizer.param_groups, self.base_lrs):
             group["lr"] = base_lr * factor
+
+
+def keep_settings_on_load(optimizer: torch.optim.Optimizer, saved: dict) -> dict:
+    """A load_state_dict_pre_hook: the state is loaded by parameter names, the settings stay."""
+    names = [name for group in saved["param_groups"] for name in group["param_names"]]
+    id_of = dict(zip(names, (i for group in saved["param_groups"] for i in group["params"])))
+    groups = []
+    for own in optimizer.state_dict()["param_groups"]:
+        if own.keys() != saved["param_groups"][0].keys():
+            kind = type(optimizer).__name__
+            raise SettingsError(f"--resume: another optimizer than {kind} was saved: go back to it")
+        if new := [name for name in own["param_names"] if name not in id_of]:
+            logging.getLogger(__name__).warning("The optimizer starts anew for %s", ", ".join(new))
+        groups.append({**own, "params": [id_of.get(name, name) for name in own["param_names"]]})
+    return {"state": saved["state"], "param_groups": groups}
 
 
 def build_grad_scaler(cfg: Any) -> torch.amp.GradScaler:

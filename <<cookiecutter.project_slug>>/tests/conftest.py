@@ -115,6 +115,7 @@ def _rank(rank, number, port, folder, function, args):
         MASTER_PORT=str(port),
         TORCHELASTIC_USE_AGENT_STORE="True",
     )
+    multiprocessing.set_start_method("fork", force=True)  # of loader workers
     with open(folder / f"{rank}.txt", "w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

@@ -1,4 +1,5 @@
 import contextlib
+import glob
 import logging
 import os
 import pickle
@@ -75,11 +76,10 @@ class Checkpointer:
 
     def get_checkpoint_file(self) -> str:
         """Path of the file that was tagged last; "" if none was."""
-        with contextlib.suppress(OSError, UnicodeDecodeError):
-            with open(os.path.join(self.save_dir, "last_checkpoint")) as file:
-                name = os.path.basename(file.read().strip())
-            return os.path.join(self.save_dir, name) if name else ""
-        return ""
+        path, name = os.path.join(self.save_dir, "last_checkpoint"), ""
+        with contextlib.suppress(OSError, UnicodeDecodeError), open(path) as file:
+            name = os.path.basename(file.read().strip())
+        return os.path.join(self.save_dir, name) if name else ""
 
     def get_all_checkpoint_files(self) -> list[str]:
         names = sorted(os.listdir(self.save_dir)) if os.path.isdir(self.save_dir) else []
@@ -92,7 +92,6 @@ class Checkpointer:
         damaged is a SettingsError.
         """
         if not path:
-            self.logger.info("No weights are given: the model starts from its initialization")
             return {}
         self.logger.info("Loading the model from %s", path)
         checkpoint = load_file(path)
@@ -128,6 +127,8 @@ class Checkpointer:
         numbered = [p for p in self.get_all_checkpoint_files() if re.search(r"_\d{7,}\.pth$", p)]
         numbered.sort(key=lambda path: int(re.findall(r"\d+", path)[-1]), reverse=True)
         files = [tagged] * bool(tagged) + [path for path in numbered if path != tagged]
+        for torn in glob.glob(os.path.join(glob.escape(self.save_dir), "*.pth.tmp")):
+            os.remove(torn)
         for file in files:
             try:
                 load_file(file)

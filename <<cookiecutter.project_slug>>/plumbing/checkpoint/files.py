@@ -13,8 +13,7 @@ from plumbing.comm import SettingsError
 
 def write_atomically(path: str, write: Callable[[BinaryIO], Any]) -> None:
     """Let ``write`` fill a file that then appears whole and durable, or not at all."""
-    folder, name = os.path.split(path)
-    temporary = os.path.join(folder, f".{name}.tmp")
+    folder, temporary = os.path.dirname(path), f"{path}.tmp"
     try:
         with open(temporary, "wb") as file:
             write(file)

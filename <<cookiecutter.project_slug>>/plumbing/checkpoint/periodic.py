@@ -28,9 +28,9 @@ class PeriodicCheckpointer:
         self.period, self.max_iter = period, max_iter
         self.max_to_keep, self.file_prefix = max_to_keep, file_prefix
 
-    def step(self, iteration: int, **kwargs: Any) -> None:
-        """Save if it is time to, with ``kwargs``; all ranks call it after each iteration."""
-        if self.period > 0 and (iteration + 1) % self.period == 0:
+    def step(self, iteration: int, force: bool = False, **kwargs: Any) -> None:
+        """Save if it is time to, or forced, with ``kwargs``; all ranks call it each iteration."""
+        if force or (self.period > 0 and (iteration + 1) % self.period == 0):
             self.save(f"{self.file_prefix}_{iteration:07d}", iteration=iteration, **kwargs)
             self._delete_old(iteration)
         if self.period >= 0 and self.max_iter is not None and iteration >= self.max_iter - 1:

@@ -1,8 +1,6 @@
-"""What a run puts (scalars, images, histograms) and the writers that show it.
+"""Scalars, images and histograms of a run, and their writers, as in detectron2/utils/events.py.
 
-The public surface is detectron2's (detectron2/utils/events.py) and fvcore's HistoryBuffer.  What
-differs: tensors are put without being read; ``EventStorage.reduce`` averages all that waits over
-the ranks in one collective and copies it to the host once.
+But tensors are put unread: ``EventStorage.reduce`` averages all that waits over the ranks at once.
 """
 
 from .history import HistoryBuffer

@@ -20,7 +20,6 @@ class HistoryBuffer:
         self._sum += value
 
     def pop(self) -> None:
-        """Take the newest value back."""
         self._sum -= self._data.pop()[0]
         self._count -= 1
 
@@ -32,7 +31,7 @@ class HistoryBuffer:
         return self._data[-1][1] if self._data else -1
 
     def count_since(self, iteration: float) -> int:
-        """Number of the newest values in a row that are of later iterations."""
+        """Number of newest values, in a row, of later iterations."""
         return sum(1 for _ in takewhile(lambda item: item[1] > iteration, reversed(self._data)))
 
     def median(self, window_size: int) -> float:

@@ -32,9 +32,8 @@ def has_event_storage() -> bool:
 class EventStorage:
     """Keeps what is put, under the iteration ``iter``; inside a ``with`` it is the current storage.
 
-    Several puts of one name in one iteration (micro-batches) are averaged.  Numbers are this rank's
-    own.  Tensors stay unread on their device until ``reduce`` averages them over the ranks; whoever
-    asks for a value before that gets this rank's.
+    Several puts of a name in one iteration are averaged.  Numbers are this rank's own.  Tensors
+    stay unread until ``reduce`` averages them over the ranks; before, this rank's value is given.
     """
 
     def __init__(self, start_iter: int = 0) -> None:
@@ -77,8 +76,7 @@ class EventStorage:
     ) -> None:
         """Keep a number or a tensor of one element, for ``iter`` or ``cur_iter``; never waits.
 
-        With the hint, which must not change, writers show the median of a window; otherwise the
-        newest value.  A tensor of another size is a ValueError.
+        With the hint, which must not change, writers show a median, otherwise the newest value.
         """
         name = self._prefix + name
         if self._hints.setdefault(name, smoothing_hint) != smoothing_hint:

@@ -15,7 +15,7 @@ from plumbing import comm
 
 from .storage import EventStorage, get_event_storage
 
-_NUM_ROWS = 1000  # rows at the end of metrics.json that may still get more names
+_NUM_ROWS = 1000  # at the end of metrics.json, that may still get more names
 
 
 class EventWriter:
@@ -29,14 +29,13 @@ class EventWriter:
 
 
 class _NewScalars:
-    """Picks what it did not pick before; that is remembered for each name."""
+    """Picks {iteration: {name: value}} of what is new, which is remembered for each name."""
 
     def __init__(self, window_size: int, start_iter: int) -> None:
         self._window_size = window_size
         self._picked = collections.defaultdict(lambda: start_iter - 1)  # the newest iteration
 
     def pick(self, storage: EventStorage) -> dict[int, dict[str, float]]:
-        """{iteration: {name: value}}"""
         rows = {}
         for name, (value, i) in storage.latest_with_smoothing_hint(self._window_size).items():
             if i > self._picked[name]:

@@ -1,0 +1,78 @@
+"""Stopping by a signal: all ranks after the same iteration, and nothing is lost."""
+
+import contextlib
+import itertools
+import signal
+import threading
+from typing import Any
+
+import torch.distributed as dist
+
+from plumbing import comm
+
+_SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
+_POLL_SECONDS = 0.5
+_numbers = itertools.count()
+
+
+def ignore_signals(*_: Any) -> None:
+    """For the workers of a data loader: their rank needs them until it has stopped."""
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+class StopRequest:
+    """Inside, a signal to any rank stops all of them; ``agreed`` tells after which iteration.
+
+    A thread of each rank looks into the store of the process group, so iterations need no exchange.
+    Once some rank was asked, each tells there which iteration it is in, and waits at its end until
+    all have; the latest of these iterations is the last for all.
+    """
+
+    def __init__(self, start_iter: int = 0) -> None:
+        self._passed, self._hold, self._stop_at = start_iter - 1, None, None  # iterations
+        self._asked, self._ended = False, threading.Event()
+        self._condition = threading.Condition()
+        self._thread = threading.Thread(target=self._watch, args=[next(_numbers)], daemon=True)
+
+    def __enter__(self) -> "StopRequest":
+        self._handlers = {number: signal.signal(number, self._ask) for number in _SIGNALS}
+        if comm.get_world_size() > 1:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=10)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    def _ask(self, *_: Any) -> None:
+        self._asked = True
+
+    def agreed(self, iteration: int) -> bool:
+        """Whether to stop after this iteration; every rank asks in every iteration."""
+        if comm.get_world_size() == 1:
+            return self._asked
+        with self._condition:
+            self._condition.wait_for(lambda: self._stop_at is not None or self._hold != iteration)
+            self._passed = iteration
+            return self._stop_at == iteration
+
+    def _watch(self, number: int) -> None:
+        shared = dist.distributed_c10d._get_default_store()
+        store = dist.PrefixStore(f"stop{number}", shared.clone())
+        with contextlib.suppress(dist.DistError):  # another rank is gone, and the job ends
+            while not store.check(["asked"]) and not self._ended.wait(_POLL_SECONDS):
+                if self._asked:
+                    store.set("asked", "")
+            with self._condition:
+                self._hold = self._passed + 1
+            store.set(str(comm.get_rank()), str(self._hold))
+            if store.check(["asked"]):
+                ranks = range(comm.get_world_size())
+                stop_at = max(int(store.get(str(rank))) for rank in ranks)
+                with self._condition:
+                    self._stop_at = stop_at
+                    self._condition.notify_all()
