@@ -6,6 +6,7 @@ import logging
 import os
 
 import torch
+from torch.nn import functional
 
 from plumbing import comm
 from plumbing.events import get_event_storage, has_event_storage
@@ -54,8 +55,8 @@ class DigitsEvaluator:
         ranks = comm.gather_tensor(torch.cat([part.double() for part in parts])).cpu()
         counts, confidence, images = ranks.split([len(part) for part in parts], dim=1)
         counts = counts.sum(dim=0).view(self.num_classes, self.num_classes)
-        order = confidence.flatten().topk(NUM_SHOWN).indices
-        images = images.reshape(-1, 8, 8)[order]
+        confidence, order = confidence.flatten().topk(NUM_SHOWN)
+        images = images.reshape(-1, 8, 8)[order] * (confidence > 0).view(-1, 1, 1)
         if has_event_storage():
             self._put_images(counts, images)
 
@@ -69,8 +70,8 @@ class DigitsEvaluator:
         storage = get_event_storage()
         rates = (counts / counts.sum(dim=1, keepdim=True).clamp(min=1)).float()
         storage.put_image(f"{self.name}/confusion", _enlarge(rates, 16))
-        rows = images.view(4, -1, 8, 8).permute(0, 2, 1, 3)  # (4, 8, 4, 8)
-        sheet = rows.reshape(32, -1).float()
+        framed = functional.pad(images.float(), (1, 1, 1, 1), value=0.3).view(4, 4, 10, 10)
+        sheet = framed.transpose(1, 2).reshape(40, 40)
         storage.put_image(f"{self.name}/misclassified", _enlarge(sheet, 8))
 
 

@@ -1,8 +1,7 @@
 """Which samples come when: a function of (seed, epoch), so nothing is stored or replayed.
 
-The order of an epoch is a Feistel network on the numbers below a power of four, applied until the
-number is one of the data set (cycle walking: Black and Rogaway, Ciphers with Arbitrary Finite
-Domains, 2002).  It takes no memory and starts anywhere at once.
+An epoch is permuted by a Feistel network on the numbers below a power of four, applied until the
+number is in the data set (Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002).
 """
 
 import math

@@ -13,7 +13,9 @@ from plumbing import comm
 def run_on_ranks(*checks, num_ranks=2):
     """Call the functions one after the other on every rank: [{name: what it returned}, ...]."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    mp.spawn(_run, (store.port, num_ranks, checks), nprocs=num_ranks)
+    mp.start_processes(
+        _run, (store.port, num_ranks, checks), nprocs=num_ranks, start_method="forkserver"
+    )
     return [pickle.loads(store.get(f"results of {rank}")) for rank in range(num_ranks)]
 
 

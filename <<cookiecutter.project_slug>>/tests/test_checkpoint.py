@@ -677,7 +677,7 @@ def saves_the_best():
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory):
+def both(server, tmp_path_factory):
     """{name of a check: [what rank 0 returned, what rank 1 returned]}"""
     folder = tmp_path_factory.mktemp("both")
     with pytest.MonkeyPatch.context() as patch:

@@ -110,7 +110,7 @@ CHECKS = (
 
 
 @pytest.fixture(scope="module")
-def both():
+def both(server):
     """{name of a check: [what rank 0 returned, what rank 1 returned]}"""
     ranks = run_on_ranks(*CHECKS)
     return {name: [rank[name] for rank in ranks] for name in ranks[0]}

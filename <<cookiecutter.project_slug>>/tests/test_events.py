@@ -501,7 +501,7 @@ def opens_writers():
 
 
 @pytest.fixture(scope="module")
-def both():
+def both(server):
     """{name of a check: [what rank 0 returned, what rank 1 returned]}"""
     ranks = run_on_ranks(
         averages_over_ranks,

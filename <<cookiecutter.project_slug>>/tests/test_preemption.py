@@ -1,0 +1,105 @@
+"""Stopping by a signal, alone and on two ranks."""
+
+import os
+import signal
+import time
+
+import pytest
+from ranks import run_on_ranks
+
+from plumbing import comm
+from plumbing.preemption import StopRequest, ignore_signals
+
+SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
+
+
+@pytest.fixture(autouse=True)
+def own_handlers():
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_stops_after_the_iteration_and_not_before_it_came(number):
+    with StopRequest() as stop:
+        assert not stop.agreed(0)
+        os.kill(os.getpid(), number)
+        assert stop.agreed(1)
+
+
+def test_handlers_are_as_before_also_after_an_exception():
+    class StoppedError(Exception):
+        pass
+
+    def handler(*_):
+        raise StoppedError
+
+    signal.signal(signal.SIGUSR1, handler)
+    with pytest.raises(KeyError), StopRequest():
+        raise KeyError
+    assert signal.getsignal(signal.SIGUSR1) is handler
+    with pytest.raises(StoppedError):
+        signal.raise_signal(signal.SIGUSR1)
+
+
+def test_each_request_is_its_own():
+    with StopRequest() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.agreed(0)
+    with StopRequest() as stop:
+        assert not stop.agreed(0)
+
+
+def test_a_worker_that_ignores_signals_goes_on():
+    ignore_signals(0)
+    for number in SIGNALS:
+        os.kill(os.getpid(), number)
+        assert signal.getsignal(number) == signal.SIG_IGN
+
+
+def stops(asked_rank, asked_iteration, start_iter=0):
+    """The last iteration of this rank, the first of them after the signal; -1 if not stopped."""
+    with StopRequest(start_iter) as stop:
+        for iteration in range(start_iter, 5000):
+            if comm.get_rank() == asked_rank and iteration == asked_iteration:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            time.sleep(0.001 * (1 + comm.get_rank()))  # the ranks are not in step
+            if stop.agreed(iteration):
+                return iteration
+    return -1
+
+
+def stops_all_if_one_is_asked():
+    return stops(asked_rank=1, asked_iteration=105, start_iter=100)
+
+
+def stops_all_if_all_are_asked():
+    return stops(asked_rank=comm.get_rank(), asked_iteration=3)
+
+
+def goes_on_unless_asked():
+    with StopRequest() as stop:
+        return any(stop.agreed(iteration) for iteration in range(1000))
+
+
+@pytest.fixture(scope="module")
+def both(server):
+    """{name of a check: [what rank 0 returned, what rank 1 returned]}"""
+    ranks = run_on_ranks(
+        stops_all_if_one_is_asked, stops_all_if_all_are_asked, goes_on_unless_asked
+    )
+    return {name: [rank[name] for rank in ranks] for name in ranks[0]}
+
+
+@pytest.mark.parametrize(
+    ("name", "asked"), [("stops_all_if_one_is_asked", 105), ("stops_all_if_all_are_asked", 3)]
+)
+def test_all_ranks_stop_after_the_same_iteration(both, name, asked):
+    first, second = both[name]
+    assert first == second >= asked
+
+
+def test_ranks_that_are_not_asked_go_on(both):
+    assert both["goes_on_unless_asked"] == [False, False]

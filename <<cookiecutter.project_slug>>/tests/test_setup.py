@@ -1,0 +1,240 @@
+"""Before training: arguments, errors that are for the user, device, folder, random state."""
+
+import logging
+import random
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from plumbing import comm
+from plumbing.comm import NonFiniteError, SettingsError
+from plumbing.setup import (
+    choose_device,
+    default_argument_parser,
+    launch,
+    set_random_state,
+    setup_run,
+)
+
+# Arguments
+
+
+def parse(text):
+    return default_argument_parser().parse_intermixed_args(text.split())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "--config c.yaml --resume --eval-only SEED -1 SOLVER.BASE_LR 0.1",
+        "SEED -1 SOLVER.BASE_LR 0.1 --eval-only --resume --config c.yaml",
+        "SEED -1 --resume --config c.yaml SOLVER.BASE_LR 0.1 --eval-only",
+    ],
+)
+def test_flags_stand_in_any_order(text):
+    args = parse(text)
+    assert (args.config, args.resume, args.eval_only) == ("c.yaml", True, True)
+    assert args.opts == ["SEED", "-1", "SOLVER.BASE_LR", "0.1"]
+
+
+def test_flags_are_off_and_settings_none_unless_given():
+    args = parse("--config c.yaml")
+    assert (args.resume, args.eval_only, args.opts) == (False, False, [])
+
+
+@pytest.mark.parametrize("text", ["", "SEED 1", "--config", "--config c.yaml --unknown"])
+def test_a_missing_file_or_an_unknown_flag_ends_the_program(text, capsys):
+    with pytest.raises(SystemExit) as caught:
+        parse(text)
+    assert caught.value.code == 2
+    assert "--config" in capsys.readouterr().err
+
+
+# launch
+
+
+@pytest.mark.parametrize("kind", [SettingsError, NonFiniteError])
+def test_an_error_for_the_user_ends_the_program_with_one_line(kind, monkeypatch, capsys):
+    def fail(word):
+        raise kind(f"the {word} is wrong")
+
+    for rank, expected in (("0", "error: the key is wrong\n"), ("1", "")):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit) as caught:
+            launch(fail, "key")
+        assert caught.value.code == 2
+        assert capsys.readouterr() == ("", expected)
+
+
+def test_another_error_keeps_its_traceback():
+    with pytest.raises(ZeroDivisionError):
+        launch(lambda: 1 / 0)
+
+
+def test_without_an_error_the_program_goes_on():
+    done = []
+    launch(done.append, 5)
+    assert done == [5]
+
+
+# Device
+
+
+def test_the_device_is_the_cpu_without_a_gpu_or_if_chosen(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert choose_device("auto") == choose_device("cpu") == torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    assert choose_device("cpu") == torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", ["auto", "cuda"])
+def test_each_rank_has_the_gpu_of_its_local_rank(monkeypatch, name):
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert choose_device(name) == torch.device("cuda", 3)
+    assert [torch.device("cuda", getattr(each, "index", each)).index for each in chosen] == [3]
+
+
+@pytest.mark.parametrize(("name", "num_gpus"), [("auto", 2), ("cuda", 2), ("cuda", 0)])
+def test_more_ranks_than_gpus_is_an_error_that_counts_both(monkeypatch, name, num_gpus):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with pytest.raises(SettingsError, match=rf"4 ranks.*{num_gpus} GPUs.*MODEL\.DEVICE"):
+        choose_device(name)
+
+
+# Random state
+
+
+def draws():
+    return (torch.rand(3).tolist(), np.random.rand(3).tolist(), [random.random() for _ in range(3)])
+
+
+def test_all_generators_are_a_function_of_seed_iteration_and_rank():
+    seen = []
+    for numbers in ((0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0), (0, 1, 1), (2**40, 10**9, 999)):
+        set_random_state(*numbers)
+        first = draws()
+        draws()
+        set_random_state(*numbers)
+        assert draws() == first
+        seen.append(first)
+    for values in zip(*seen):
+        assert len({tuple(each) for each in values}) == len(seen)
+
+
+def test_iteration_and_rank_are_0_by_default():
+    set_random_state(3)
+    first = draws()
+    set_random_state(3, 0, 0)
+    assert draws() == first
+
+
+def test_generators_of_neighbouring_iterations_and_ranks_are_unrelated():
+    values = []
+    for iteration in range(100):
+        for rank in range(10):
+            set_random_state(0, iteration, rank)
+            values.append([torch.rand(()).item(), np.random.rand(), random.random()])
+    values = np.array(values)
+    assert np.all(abs(values.mean(axis=0) - 0.5) < 0.05)
+    for column in values.T:
+        assert len(set(column)) == 1000
+        assert abs(np.corrcoef(column[1:], column[:-1])[0, 1]) < 0.15
+
+
+# Folder and log
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """start(folder, may_exist): set up a run; afterwards log and backends are as before."""
+    root, precision = logging.getLogger(), torch.get_float32_matmul_precision()
+    handlers, level, benchmark = root.handlers[:], root.level, torch.backends.cudnn.benchmark
+    root.handlers = []
+
+    def run(folder=tmp_path / "run", may_exist=False, float32_precision="highest"):
+        setup_run(str(folder), may_exist, float32_precision, benchmark=False)
+        return folder
+
+    yield run
+    for handler in root.handlers:
+        handler.close()
+    root.handlers = handlers
+    root.setLevel(level)
+    torch.set_float32_matmul_precision(precision)
+    torch.backends.cudnn.benchmark = benchmark
+
+
+def test_the_folder_is_made_and_the_log_goes_to_it_and_to_the_screen(start, capsys, tmp_path):
+    folder = start(tmp_path / "new" / "run")
+    logging.getLogger("some.name").info("a message")
+    logging.getLogger("some.name").debug("a detail")
+    log = (folder / "log.txt").read_text()
+    assert "some.name]: a message" in log
+    assert "a detail" not in log
+    assert "a message" in capsys.readouterr().out
+
+
+def test_the_log_tells_the_environment(start, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py", "--config", "c.yaml"])
+    log = (start() / "log.txt").read_text()
+    version = ".".join(map(str, sys.version_info[:3]))
+    for words in (f"Python {version}", torch.__version__, np.__version__, " ".join(sys.argv)):
+        assert words in log
+
+
+def test_the_log_of_a_resumed_run_is_appended_to_and_each_line_stands_once(start):
+    start()
+    folder = start(may_exist=True)
+    logging.getLogger("name").info("only once")
+    log = (folder / "log.txt").read_text()
+    assert log.count("only once") == 1
+    assert log.count("Environment") == 2
+
+
+def test_another_rank_has_a_log_of_its_own_and_no_screen(start, tmp_path, monkeypatch, capsys):
+    (tmp_path / "run").mkdir()
+    monkeypatch.setattr(comm, "get_rank", lambda: 3)
+    monkeypatch.setattr(comm, "from_main_process", lambda function: None)
+    folder = start()
+    logging.getLogger("name").info("a message")
+    assert "a message" in (folder / "log.txt.rank3").read_text()
+    assert not (folder / "log.txt").exists()
+    assert "a message" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["model_0000009.pth", "last_checkpoint", "metrics.json"])
+def test_a_folder_that_holds_a_run_is_refused_unless_it_may(start, tmp_path, name):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).write_text("kept")
+    with pytest.raises(SettingsError, match=rf"OUTPUT_DIR.*run.*{name}.*--resume"):
+        start()
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [name]
+    folder = start(may_exist=True)
+    assert (folder / name).read_text() == "kept"
+
+
+def test_a_folder_that_holds_no_run_is_taken(start, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "notes.txt").write_text("kept")
+    folder = start()
+    assert sorted(path.name for path in folder.iterdir()) == ["log.txt", "notes.txt"]
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_in_one_line(start, tmp_path):
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(SettingsError, match=rf"OUTPUT_DIR.*{folder}") as caught:
+            start(folder)
+        assert "\n" not in str(caught.value)
+
+
+def test_the_precision_of_matrix_products_is_set(start):
+    start(float32_precision="medium")
+    assert torch.get_float32_matmul_precision() == "medium"
