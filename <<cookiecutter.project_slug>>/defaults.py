@@ -9,6 +9,7 @@ import os
 
 from yacs.config import CfgNode
 
+from plumbing import comm
 from plumbing.comm import SettingsError
 from plumbing.settings import leaves
 
@@ -55,7 +56,7 @@ _C.SOLVER.BIAS_LR_FACTOR = 1.0  # times BASE_LR, of all biases
 _C.SOLVER.CLIP_GRAD_NORM = math.inf  # largest norm of all gradients together; inf: off
 _C.SOLVER.LR_SCHEDULER_NAME = "cosine"  # "constant", "multistep", "cosine"
 _C.SOLVER.BASE_LR_END = 0.0  # cosine: the rate at MAX_ITER
-_C.SOLVER.STEPS = ()  # multistep: iterations at which the rate is multiplied by GAMMA
+_C.SOLVER.STEPS = (600, 900)  # multistep: iterations at which the rate is multiplied by GAMMA
 _C.SOLVER.GAMMA = 0.1
 _C.SOLVER.WARMUP_ITERS = 0  # iterations; 0: no warm-up
 _C.SOLVER.WARMUP_FACTOR = 0.001  # first rate, as a part of the schedule's
@@ -109,12 +110,24 @@ _AT_LEAST = {
     "TEST.BATCH_SIZE": 1,
 }
 _ABOVE = {"TIMEOUT_SECONDS": 0, "SOLVER.BASE_LR": 0, "SOLVER.GAMMA": 0, "SOLVER.CLIP_GRAD_NORM": 0}
-_BELOW = {"MODEL.DROPOUT": 1, "SOLVER.MOMENTUM": 1, "SOLVER.BETAS": 1}
+_BELOW = {
+    "MODEL.DROPOUT": 1,
+    "DATALOADER.NUM_WORKERS": 1000,
+    "SOLVER.MOMENTUM": 1,
+    "SOLVER.BETAS": 1,
+}
 
 
 def get_cfg():
     """A copy of the defaults."""
     return _C.clone()
+
+
+def save_cfg(cfg):
+    """Keep the settings with the run, as OUTPUT_DIR/config.yaml."""
+    if comm.is_main_process():
+        with open(os.path.join(cfg.OUTPUT_DIR, "config.yaml"), "w") as file:
+            file.write(cfg.dump())
 
 
 def check_cfg(cfg, num_ranks):

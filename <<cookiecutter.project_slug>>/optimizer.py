@@ -1,6 +1,7 @@
-"""What is optimized how: parameter groups, optimizer, learning rate, as detectron2 has them."""
+"""What is optimized how: parameters, optimizer, learning rate, precision, as in detectron2."""
 
 import bisect
+import contextlib
 import math
 
 import torch
@@ -92,3 +93,16 @@ def with_warmup(shape, iters, start, method):
         return first + (last - first) * (iteration / iters if method == "linear" else 0.0)
 
     return factor
+
+
+def build_grad_scaler(cfg):
+    """Scales losses in float16 mixed precision; otherwise passes everything through."""
+    float16 = cfg.SOLVER.AMP.ENABLED and cfg.SOLVER.AMP.DTYPE == "float16"
+    return torch.amp.GradScaler(cfg.MODEL.DEVICE, enabled=float16)
+
+
+def build_autocast(cfg):
+    """Context of the forward pass, to be entered again and again; without AMP it does nothing."""
+    dtype = torch.float16 if cfg.SOLVER.AMP.DTYPE == "float16" else torch.bfloat16
+    autocast = torch.autocast(cfg.MODEL.DEVICE, dtype)
+    return autocast if cfg.SOLVER.AMP.ENABLED else contextlib.nullcontext()

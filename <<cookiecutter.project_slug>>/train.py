@@ -8,6 +8,7 @@
 Add --resume to go on with a run, --eval-only to train nothing, KEY VALUE to change a setting.
 """
 
+import argparse
 import logging
 import os
 
@@ -15,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 from data import IterationTimer, build_test_loader, build_train_loader
-from defaults import check_cfg, get_cfg
+from defaults import check_cfg, get_cfg, save_cfg
 from evaluation import (
     build_evaluator,
     inference_context,
@@ -24,20 +25,18 @@ from evaluation import (
     save_results,
 )
 from model import build_model, sum_losses
-from optimizer import build_lr_scheduler, build_optimizer
+from optimizer import (
+    build_autocast,
+    build_grad_scaler,
+    build_lr_scheduler,
+    build_optimizer,
+)
 from plumbing import comm
 from plumbing.checkpoint import BestCheckpointer, Checkpointer, PeriodicCheckpointer
 from plumbing.events import EventStorage, get_event_storage, open_writers
 from plumbing.preemption import StopRequest
-from plumbing.settings import keep_settings, merge_settings
-from plumbing.setup import (
-    choose_device,
-    default_argument_parser,
-    launch,
-    set_random_state,
-    setup_run,
-)
-from plumbing.solver import build_autocast, build_grad_scaler
+from plumbing.settings import freeze_settings, merge_settings
+from plumbing.setup import choose_device, launch, set_random_state, setup_run
 
 logger = logging.getLogger("train")
 
@@ -91,9 +90,8 @@ def do_train(cfg, model, resume=False):
     checkpointer = Checkpointer(
         model, cfg.OUTPUT_DIR, optimizer=optimizer, scheduler=scheduler, scaler=scaler
     )
-    start_iter = (
-        checkpointer.resume_or_load(cfg.MODEL.WEIGHTS, resume=resume).get("iteration", -1) + 1
-    )
+    extra = checkpointer.resume_or_load(cfg.MODEL.WEIGHTS, resume=resume)
+    start_iter = extra.get("iteration", -1) + 1
     max_iter = cfg.SOLVER.MAX_ITER
     periods = cfg.LOG_PERIOD, cfg.SOLVER.CHECKPOINT_PERIOD, cfg.TEST.EVAL_PERIOD
     periodic_checkpointer = PeriodicCheckpointer(
@@ -102,6 +100,7 @@ def do_train(cfg, model, resume=False):
     best_checkpointer = BestCheckpointer(checkpointer, cfg.TEST.BEST_METRIC, cfg.TEST.BEST_MODE)
     data_loader = IterationTimer(build_train_loader(cfg, start_iter), cfg.SOLVER.BATCH_SIZE)
 
+    save_cfg(cfg)
     logger.info("Starting training from iteration %d", start_iter)
     with (
         EventStorage(start_iter) as storage,
@@ -162,7 +161,7 @@ def setup(args):
     comm.init_process_group(device, cfg.TIMEOUT_SECONDS)
     may_exist = args.resume or args.eval_only
     setup_run(cfg.OUTPUT_DIR, may_exist, cfg.FLOAT32_PRECISION, cfg.CUDNN_BENCHMARK)
-    keep_settings(cfg, args.resume, save=not args.eval_only)
+    freeze_settings(cfg, args.resume)
     set_random_state(cfg.SEED)
     return cfg
 
@@ -192,5 +191,15 @@ def main(args):
     return results
 
 
+def parse_args(words=None):
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
+    parser.add_argument("--config", required=True, metavar="FILE", help="settings, YAML")
+    parser.add_argument("--resume", action="store_true", help="go on with the run in OUTPUT_DIR")
+    parser.add_argument("--eval-only", action="store_true", help="evaluate, and do not train")
+    parser.add_argument("opts", nargs="*", metavar="KEY VALUE", help="settings that go first")
+    return parser.parse_intermixed_args(words)
+
+
 if __name__ == "__main__":
-    launch(main, default_argument_parser(__doc__).parse_intermixed_args())
+    launch(main, parse_args())

@@ -27,12 +27,9 @@ class NonFiniteError(FloatingPointError):
 def init_process_group(device: torch.device, timeout_seconds: float) -> None:
     """Join the ranks that torchrun started; nothing to do in a single process.  Collective."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
-        gpu = device.type == "cuda"
-        dist.init_process_group(
-            backend="cpu:gloo,cuda:nccl" if gpu else "gloo",
-            timeout=timedelta(seconds=timeout_seconds),
-            device_id=device if gpu else None,
-        )
+        gpu = {"backend": "cpu:gloo,cuda:nccl", "device_id": device}
+        where = gpu if device.type == "cuda" else {"backend": "gloo"}
+        dist.init_process_group(timeout=timedelta(seconds=timeout_seconds), **where)
 
 
 def get_world_size() -> int:
@@ -44,12 +41,10 @@ def get_rank() -> int:
 
 
 def get_local_rank() -> int:
-    """Index of this rank on its machine."""
     return int(os.environ.get("LOCAL_RANK", get_rank()))
 
 
 def get_local_size() -> int:
-    """Number of ranks on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", get_world_size()))
 
 
@@ -134,8 +129,7 @@ def gradient_sync(model: nn.Module, enabled: bool) -> contextlib.AbstractContext
 def averaged_buffers(model: nn.Module) -> Iterator[list[torch.Tensor]]:
     """Inside, floating point buffers (batch-norm statistics) are means over ranks.  Collective.
 
-    Afterwards each rank has its own again: saving and evaluating change no training.  Yields a
-    vector of each rank's buffers, for ``load_buffers``; [] for a single rank.
+    Then each rank has its own again.  Yields all ranks' vectors for ``load_buffers``, or [] for one.
     """
     buffers = [each.double().flatten() for each in model.buffers() if each.is_floating_point()]
     if get_world_size() == 1 or not buffers:

@@ -1,4 +1,4 @@
-"""Stopping by a signal: all ranks after the same iteration, and nothing is lost."""
+"""Stopping by a signal, all ranks after the same iteration."""
 
 import contextlib
 import itertools
@@ -24,19 +24,19 @@ def ignore_signals(*_: Any) -> None:
 class StopRequest:
     """Inside, a signal to any rank stops all of them; ``agreed`` tells after which iteration.
 
-    A thread of each rank looks into the store of the process group, so iterations need no exchange.
-    Once some rank was asked, each tells there which iteration it is in, and waits at its end until
-    all have; the latest of these iterations is the last for all.
+    A thread of each rank watches the store of the process group.  Once a rank was asked, each tells
+    there which iteration it is in, and waits at its end until all have; the latest is the last.
     """
 
     def __init__(self, start_iter: int = 0) -> None:
         self._passed, self._hold, self._stop_at = start_iter - 1, None, None  # iterations
-        self._asked, self._ended = False, threading.Event()
+        self._asked, self._ended = threading.Event(), threading.Event()
         self._condition = threading.Condition()
         self._thread = threading.Thread(target=self._watch, args=[next(_numbers)], daemon=True)
 
     def __enter__(self) -> "StopRequest":
-        self._handlers = {number: signal.signal(number, self._ask) for number in _SIGNALS}
+        ask = lambda *_: self._asked.set()  # noqa: E731
+        self._handlers = {number: signal.signal(number, ask) for number in _SIGNALS}
         if comm.get_world_size() > 1:
             self._thread.start()
         return self
@@ -48,13 +48,10 @@ class StopRequest:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
 
-    def _ask(self, *_: Any) -> None:
-        self._asked = True
-
     def agreed(self, iteration: int) -> bool:
         """Whether to stop after this iteration; every rank asks in every iteration."""
         if comm.get_world_size() == 1:
-            return self._asked
+            return self._asked.is_set()
         with self._condition:
             self._condition.wait_for(lambda: self._stop_at is not None or self._hold != iteration)
             self._passed = iteration
@@ -65,7 +62,7 @@ class StopRequest:
         store = dist.PrefixStore(f"stop{number}", shared.clone())
         with contextlib.suppress(dist.DistError):  # another rank is gone, and the job ends
             while not store.check(["asked"]) and not self._ended.wait(_POLL_SECONDS):
-                if self._asked:
+                if self._asked.is_set():
                     store.set("asked", "")
             with self._condition:
                 self._hold = self._passed + 1

@@ -16,10 +16,7 @@ _ROUNDS, _BLOCK = 6, 4096  # of the network; positions whose samples are compute
 
 
 def random_bits(*numbers: int | np.ndarray) -> np.ndarray:
-    """64 random bits (uint64) for each set of numbers, which are scalars or arrays of one shape.
-
-    The mixing function is that of SplitMix64 (Steele, Lea and Flood, 2014).
-    """
+    """64 random bits for each set of numbers, by SplitMix64 (Steele, Lea and Flood, 2014)."""
     bits = np.zeros(1, np.uint64)
     for number in numbers:
         bits = (bits ^ np.asarray(number).astype(np.uint64)) + np.uint64(0x9E3779B97F4A7C15)
@@ -53,8 +50,8 @@ def _permute(indices: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
 class TrainingBatchSampler(Sampler):
     """Endless micro-batches for this rank: int64 arrays (B, 2) of epoch and index.
 
-    Iteration i has the positions from i * batch_size on of the global order.  They are dealt to the
-    micro-batches, and each of those to the ranks: together the same samples for any number of both.
+    Iteration i has the positions from i * batch_size on of the global order, dealt to micro-batches
+    and ranks: together the same samples for any number of both.
     """
 
     def __init__(

@@ -1,6 +1,7 @@
 """Settings from a file and from KEY VALUE pairs, with errors that tell what to do."""
 
 import ast
+import contextlib
 import difflib
 import logging
 import os
@@ -26,15 +27,15 @@ def merge_settings(cfg: CfgNode, path: str, opts: list[str]) -> None:
         if "=" in word or word == opts[-1] and len(opts) % 2:
             raise SettingsError(f"command line: {word}: settings are pairs: KEY VALUE")
     for key, text in zip(opts[::2], opts[1::2]):
-        try:
-            value = ast.literal_eval(text)
-        except (ValueError, SyntaxError):
-            value = text
+        value = text
+        if text == "None" or not isinstance(dict(leaves(cfg)).get(key), str):
+            with contextlib.suppress(ValueError, SyntaxError):
+                value = ast.literal_eval(text)
         _set(cfg, key, value, "command line")
 
 
-def keep_settings(cfg: CfgNode, resume: bool, save: bool) -> None:
-    """Replace a negative seed, freeze and log the settings, save config.yaml.  Collective.
+def freeze_settings(cfg: CfgNode, resume: bool) -> None:
+    """Replace a negative seed, then freeze and log the settings.  Collective.
 
     A resumed run keeps the seed that was drawn, and logs which of its settings differ.
     """
@@ -46,12 +47,9 @@ def keep_settings(cfg: CfgNode, resume: bool, save: bool) -> None:
         cfg.SEED = saved.get("SEED", drawn)
     cfg.freeze()
     logger.info("Settings:\n%s", cfg)
-    changed = [item for item in leaves(yaml.safe_load(cfg.dump())) if item not in saved.items()]
-    for key, value in changed if saved else []:
-        logger.warning("Resuming with another %s: %r, it was %r", key, value, saved.get(key))
-    if save and changed and comm.is_main_process():
-        with open(path, "w") as file:
-            file.write(cfg.dump())
+    for key, value in leaves(yaml.safe_load(cfg.dump())):
+        if saved and value != saved.get(key):
+            logger.warning("Resuming with another %s: %r, it was %r", key, value, saved.get(key))
 
 
 def leaves(tree: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -89,20 +87,20 @@ def _set(cfg: CfgNode, key: str, value: Any, source: str) -> None:
     try:
         cfg[name] = _convert(value, known[key])
     except (TypeError, ValueError):
-        kinds = type(value).__name__, type(known[key]).__name__
-        raise SettingsError(
-            f"{source}: {key}: {value!r} is a {kinds[0]}, not a {kinds[1]} such as {known[key]!r}"
-        ) from None
+        wanted = f"a {type(known[key]).__name__} such as {known[key]!r}"
+        error = f"{source}: {key}: {value!r} is a {type(value).__name__}, not {wanted}"
+        raise SettingsError(error) from None
 
 
 def _convert(value: Any, default: Any) -> Any:
     """The value as the default's type: 1 passes as a float, 1e3 as an int, 7 as a str."""
     kind = type(default)
     if kind is tuple and isinstance(value, (list, tuple)):
-        return tuple(_convert(item, default[0]) if default else item for item in value)
+        return tuple(_convert(item, default[0]) for item in value)
     if kind is bool:
         value = {"true": True, "false": False}.get(str(value).lower())
-    if isinstance(value, bool) != (kind is bool) or not isinstance(value, (bool, int, float, str)):
+    right = isinstance(value, (bool, int, float, str)) and isinstance(value, bool) == (kind is bool)
+    if not right or kind is tuple:
         raise TypeError
     if kind is int and not isinstance(value, int):
         if not float(value).is_integer():

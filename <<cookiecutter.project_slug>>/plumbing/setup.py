@@ -1,6 +1,5 @@
-"""What happens before training: arguments, device, output folder, log, random state."""
+"""What happens before training: device, output folder, log, random state."""
 
-import argparse
 import contextlib
 import logging
 import os
@@ -9,6 +8,7 @@ import random
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -22,23 +22,15 @@ from plumbing.comm import SettingsError
 logger = logging.getLogger(__name__)
 
 
-def default_argument_parser(description: str | None = None) -> argparse.ArgumentParser:
-    """Its ``parse_intermixed_args`` takes the flags in any order."""
-    style = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=description, formatter_class=style)
-    parser.add_argument("--config", required=True, metavar="FILE", help="settings, YAML")
-    parser.add_argument("--resume", action="store_true", help="go on with the run in OUTPUT_DIR")
-    parser.add_argument("--eval-only", action="store_true", help="evaluate, and do not train")
-    parser.add_argument("opts", nargs="*", metavar="KEY VALUE", help="settings that go first")
-    return parser
-
-
 def launch(main: Callable[..., Any], *args: Any) -> None:
     """Call ``main``; an error that is for the user ends the program with one line on one rank."""
     try:
         main(*args)
     except (SettingsError, comm.NonFiniteError) as error:
-        if os.environ.get("RANK", "0") == "0":
+        rank, torchrun = os.environ.get("RANK", "0"), "TORCHELASTIC_RUN_ID" in os.environ
+        if rank != "0" and torchrun:
+            time.sleep(10)  # it ends this rank meanwhile, unless the first one has no such error
+        if rank == "0" or torchrun:
             print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
     if dist.is_initialized():

@@ -1,9 +1,7 @@
-"""What an optimizer needs around it: learning rates, resuming, mixed precision."""
+"""What an optimizer needs around it: the learning rate of an iteration, its state on resume."""
 
-import contextlib
 import logging
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -11,10 +9,7 @@ from plumbing.comm import SettingsError
 
 
 class LRMultiplier:
-    """Sets each group's learning rate to its first one times ``factor(iteration)``.
-
-    A function of the iteration alone: edited settings hold from the first resumed iteration on.
-    """
+    """Sets each group's learning rate to its first one times ``factor(iteration)``."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, factor: Callable[[int], float]) -> None:
         self.optimizer, self.factor = optimizer, factor
@@ -41,27 +36,21 @@ class LRMultiplier:
 
 def keep_settings_on_load(optimizer: torch.optim.Optimizer, saved: dict) -> dict:
     """A load_state_dict_pre_hook: the state is loaded by parameter names, the settings stay."""
-    names = [name for group in saved["param_groups"] for name in group["param_names"]]
-    id_of = dict(zip(names, (i for group in saved["param_groups"] for i in group["params"])))
-    groups = []
-    for own in optimizer.state_dict()["param_groups"]:
-        if own.keys() != saved["param_groups"][0].keys():
-            kind = type(optimizer).__name__
-            raise SettingsError(f"--resume: another optimizer than {kind} was saved: go back to it")
-        if new := [name for name in own["param_names"] if name not in id_of]:
-            logging.getLogger(__name__).warning("The optimizer starts anew for %s", ", ".join(new))
-        groups.append({**own, "params": [id_of.get(name, name) for name in own["param_names"]]})
-    return {"state": saved["state"], "param_groups": groups}
-
-
-def build_grad_scaler(cfg: Any) -> torch.amp.GradScaler:
-    """Scales losses in float16 mixed precision; otherwise passes everything through."""
-    float16 = cfg.SOLVER.AMP.ENABLED and cfg.SOLVER.AMP.DTYPE == "float16"
-    return torch.amp.GradScaler(cfg.MODEL.DEVICE, enabled=float16)
-
-
-def build_autocast(cfg: Any) -> contextlib.AbstractContextManager:
-    """Context of the forward pass, to be entered again and again; without AMP it does nothing."""
-    dtype = torch.float16 if cfg.SOLVER.AMP.DTYPE == "float16" else torch.bfloat16
-    autocast = torch.autocast(cfg.MODEL.DEVICE, dtype)
-    return autocast if cfg.SOLVER.AMP.ENABLED else contextlib.nullcontext()
+    named = [zip(group["param_names"], group["params"]) for group in saved["param_groups"]]
+    state_of = {name: saved["state"].get(i) for group in named for name, i in group}
+    groups = optimizer.state_dict()["param_groups"]
+    if groups[0].keys() != saved["param_groups"][0].keys():
+        kind = type(optimizer).__name__
+        raise SettingsError(f"--resume: another optimizer than {kind} was saved: go back to it")
+    state, new = {}, []
+    for group, own in zip(groups, optimizer.param_groups):
+        for i, name, parameter in zip(group["params"], own["param_names"], own["params"]):
+            state[i] = state_of.get(name)
+            if state[i] is None and saved["state"]:
+                new.append(name)
+                # The fused SGD wants a momentum for all parameters or for none.
+                sgd = isinstance(optimizer, torch.optim.SGD)
+                state[i] = {"momentum_buffer": torch.zeros_like(parameter)} if sgd else None
+    if new:
+        logging.getLogger(__name__).warning("The optimizer starts anew for %s", ", ".join(new))
+    return {"state": {i: s for i, s in state.items() if s is not None}, "param_groups": groups}

@@ -21,14 +21,14 @@ import torch
 from torch.distributed import TCPStore
 
 import train
-from plumbing.setup import default_argument_parser, launch
+from plumbing.setup import launch
 
 ROOT = Path(train.__file__).parent
 TIMEOUT = 120  # seconds after which a process is taken to hang
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
 SMALL = """
     MODEL.DEVICE cpu MODEL.WIDTH 8 DATALOADER.NUM_WORKERS 0 SOLVER.BATCH_SIZE 240 SOLVER.MAX_ITER 12
-    SOLVER.BASE_LR 0.3 SOLVER.WARMUP_ITERS 2 LOG_PERIOD 3 SOLVER.CHECKPOINT_PERIOD 4
+    SOLVER.BASE_LR 0.3 SOLVER.WARMUP_ITERS 2 LOG_PERIOD 3 SOLVER.CHECKPOINT_PERIOD 2
     SOLVER.CHECKPOINTS_TO_KEEP 9 TEST.EVAL_PERIOD 4
 """  # an epoch ends within iteration 5, the next within 11
 
@@ -45,7 +45,7 @@ def arguments(output, words=""):
 
 
 def parse(words):
-    return default_argument_parser().parse_intermixed_args(words)
+    return train.parse_args(words)
 
 
 @contextlib.contextmanager

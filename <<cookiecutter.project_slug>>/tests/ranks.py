@@ -1,4 +1,4 @@
-"""Runs checks on several ranks, which are processes of this machine; a launch takes seconds."""
+"""Runs checks of this folder on several ranks, which are processes; one launch serves many."""
 
 import os
 import pickle
@@ -10,16 +10,15 @@ import torch.multiprocessing as mp
 from plumbing import comm
 
 
-def run_on_ranks(*checks, num_ranks=2):
+def run_on_ranks(*checks, num_ranks=2, **env):
     """Call the functions one after the other on every rank: [{name: what it returned}, ...]."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    mp.start_processes(
-        _run, (store.port, num_ranks, checks), nprocs=num_ranks, start_method="forkserver"
-    )
+    args = store.port, num_ranks, env, checks
+    mp.start_processes(_run, args, nprocs=num_ranks, start_method="forkserver")
     return [pickle.loads(store.get(f"results of {rank}")) for rank in range(num_ranks)]
 
 
-def _run(rank, port, num_ranks, checks):
+def _run(rank, port, num_ranks, env, checks):
     os.environ.update(  # as torchrun does
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -28,6 +27,7 @@ def _run(rank, port, num_ranks, checks):
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
         TORCHELASTIC_USE_AGENT_STORE="True",
+        **env,
     )
     torch.set_num_threads(1)
     comm.init_process_group(torch.device("cpu"), timeout_seconds=60)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import defaults
-from defaults import check_cfg, get_cfg
+from defaults import check_cfg, get_cfg, save_cfg
 from plumbing.comm import SettingsError
-from plumbing.settings import keep_settings, leaves, merge_settings
+from plumbing.settings import freeze_settings, leaves, merge_settings
 
 ROOT = Path(defaults.__file__).parent
 
@@ -85,7 +85,6 @@ def test_words_become_the_type_of_the_default(read, key, text, expected):
         assert list(map(type, value)) == list(map(type, expected))
 
 
-@pytest.mark.xfail(strict=True, reason="a word that could be a number is read as one")
 @pytest.mark.parametrize("text", ["2024_01_05", "1e3", "1.10", "0x10"])
 def test_a_word_that_could_be_a_number_is_kept_where_a_text_is_expected(read, text):
     folder = read("SEED: 0", "OUTPUT_DIR", text).OUTPUT_DIR
@@ -114,8 +113,6 @@ def test_values_of_a_file_become_the_type_of_the_default(read, text, key, expect
 
 # Errors
 
-LETTERS = pytest.mark.xfail(strict=True, reason="a text becomes a tuple of its letters")
-
 
 @pytest.mark.parametrize(
     ("key", "value", "kind"),
@@ -138,7 +135,7 @@ LETTERS = pytest.mark.xfail(strict=True, reason="a text becomes a tuple of its l
         ("SOLVER.STEPS", "null", "tuple"),
         ("SOLVER.BETAS", "[a, b]", "tuple"),
         ("SOLVER.BETAS", "[0.9, null]", "tuple"),
-        pytest.param("DATASETS.TEST", "digits_test", "tuple", marks=LETTERS),
+        ("DATASETS.TEST", "digits_test", "tuple"),
         ("OUTPUT_DIR", "null", "str"),
         ("OUTPUT_DIR", "[a]", "str"),
         ("OUTPUT_DIR", "true", "str"),
@@ -160,7 +157,6 @@ def test_a_value_of_a_wrong_type_is_named_with_file_key_and_what_is_expected(
         ("SOLVER.NESTEROV", "2"),
         ("SOLVER.BASE_LR", "0.1x"),
         ("SOLVER.BASE_LR", "b'1'"),
-        ("OUTPUT_DIR", "{}"),
         ("MODEL.WEIGHTS", "None"),
     ],
 )
@@ -265,13 +261,14 @@ def keep(tmp_path, caplog):
     """keep(resume, **settings): the frozen settings of a run and its warnings."""
     caplog.set_level(logging.INFO, logger="plumbing.settings")
 
-    def kept(resume=False, save=True, **changes):
+    def kept(resume=False, **changes):
         caplog.clear()
         cfg = get_cfg()
         cfg.OUTPUT_DIR = str(tmp_path)
         for key, value in changes.items():
             cfg[key] = value
-        keep_settings(cfg, resume, save)
+        freeze_settings(cfg, resume)
+        save_cfg(cfg)
         warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
         return cfg, warnings
 
@@ -310,11 +307,6 @@ def test_a_resume_tells_each_setting_that_differs_and_tells_it_once(keep):
     assert warnings == []
 
 
-def test_an_evaluation_saves_no_settings(keep, tmp_path):
-    keep(save=False)
-    assert not (tmp_path / "config.yaml").exists()
-
-
 def test_a_resume_without_saved_settings_is_a_start(keep):
     cfg, warnings = keep(resume=True, SEED=-1)
     assert cfg.SEED >= 0
@@ -351,7 +343,7 @@ IMPOSSIBLE = {
     "DATASETS.TRAIN": ("mnist",),
     "DATASETS.TEST": (("mnist",), ("digits_test", "mnist")),
     "DATASETS.MAX_SHIFT": (-1,),
-    "DATALOADER.NUM_WORKERS": (-1,),
+    "DATALOADER.NUM_WORKERS": (-1, 1000),
     "SOLVER.MAX_ITER": (0, -5),
     "SOLVER.BATCH_SIZE": (0, -64),
     "SOLVER.ACCUM_STEPS": (0, -1),
@@ -391,7 +383,6 @@ def test_an_impossible_value_is_refused_by_its_key(key, value):
     assert error_of(check_cfg, cfg, 1).startswith(f"{key}: ")
 
 
-@pytest.mark.xfail(strict=True, reason="steps may be of any type until they are compared")
 @pytest.mark.parametrize("text", ["'a','b'", "None,1"])
 def test_steps_that_are_no_numbers_are_refused(read, text):
     assert "SOLVER.STEPS" in error_of(lambda: check_cfg(read("SEED: 0", "SOLVER.STEPS", text), 1))

@@ -10,19 +10,14 @@ import torch
 
 from plumbing import comm
 from plumbing.comm import NonFiniteError, SettingsError
-from plumbing.setup import (
-    choose_device,
-    default_argument_parser,
-    launch,
-    set_random_state,
-    setup_run,
-)
+from plumbing.setup import choose_device, launch, set_random_state, setup_run
+from train import parse_args
 
 # Arguments
 
 
 def parse(text):
-    return default_argument_parser().parse_intermixed_args(text.split())
+    return parse_args(text.split())
 
 
 @pytest.mark.parametrize(

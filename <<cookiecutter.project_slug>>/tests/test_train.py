@@ -8,6 +8,7 @@ import math
 import os
 import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -88,7 +89,7 @@ def contents(folder, *left_out):
 def rewound(output, copy):
     """Copy a run of 12 iterations and put it back to right after the save of iteration 7."""
     shutil.copytree(output, copy)
-    for name in ("model_final.pth", "model_0000011.pth", "results.json"):
+    for name in ("model_final.pth", "model_0000011.pth", "model_0000009.pth", "results.json"):
         (copy / name).unlink()
     (copy / "last_checkpoint").write_text("model_0000007.pth")
     return copy
@@ -114,12 +115,16 @@ def train_tiny(output, words):
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, server):
     """{1: output of a process of its own, 2: of two ranks under torchrun}, 12 iterations."""
-    outputs = {}
-    for num_ranks, launcher in LAUNCHERS.items():
-        outputs[num_ranks] = tmp_path_factory.mktemp("runs") / "output"
-        done = shell(*launcher, "train.py", *arguments(outputs[num_ranks]))
+
+    def start(num_ranks):
+        output = tmp_path_factory.mktemp("runs") / "output"
+        return output, shell(*LAUNCHERS[num_ranks], "train.py", *arguments(output))
+
+    with ThreadPoolExecutor() as pool:  # both at once
+        runs = dict(zip(LAUNCHERS, pool.map(start, LAUNCHERS)))
+    for _, done in runs.values():
         assert done.returncode == 0, done.stdout + done.stderr
-    return outputs
+    return {num_ranks: output for num_ranks, (output, _) in runs.items()}
 
 
 @pytest.fixture(params=LAUNCHERS, ids=["1 process", "2 ranks"])
@@ -135,7 +140,7 @@ def straight(runs):
 
 def test_a_run_writes_every_logged_iteration_once_as_strict_json(output):
     rows = rows_of(output)
-    assert [row["iteration"] for row in rows] == [2, 3, 5, 7, 8, 11]
+    assert [row["iteration"] for row in rows] == [1, 2, 3, 5, 7, 8, 9, 11]
     names = {"total_loss", "loss_cls", "lr", "time", "data_time", "grad_norm"}
     assert all(names <= row.keys() for row in rows)
     assert sorted(column(output, "digits_test/accuracy")) == [3, 7, 11]
@@ -169,15 +174,17 @@ def test_the_kept_settings_are_those_of_the_run(output):
 
 def test_a_checkpoint_is_of_plain_types_and_the_bare_model(output):
     names = build_model(get_cfg()).state_dict().keys()
-    files = ["model_0000003.pth", "model_0000007.pth", "model_0000011.pth", "model_final.pth"]
-    for file in [*files, "model_best.pth"]:
-        assert torch.load(output / file)["model"].keys() == names
+    files = {path.name: torch.load(path) for path in output.glob("*.pth")}
+    numbered = {f"model_{number:07d}.pth" for number in (1, 3, 5, 7, 9, 11)}
+    assert files.keys() == numbered | {"model_final.pth", "model_best.pth"}
+    assert all(file["model"].keys() == names for file in files.values())
     assert (output / "last_checkpoint").read_text() == "model_final.pth"
 
 
 # A run that was killed and resumed is the run that was not.
 
 KILLS = {  # before which call of which function of train.py, and again after the resume
+    "before the first save": [("clip_grad_norm_", 2)],
     "in an iteration": [("clip_grad_norm_", 7)],
     "between save and evaluation": [("do_test", 2)],
     "during an evaluation": [("log_results", 2)],
@@ -221,7 +228,7 @@ def test_a_resumed_run_drops_what_was_logged_after_the_checkpoint(straight, tmp_
     train_here(run, "--resume")
     assert differences(outcome_of(straight), outcome_of(run)) == []
     steps = [event.step for event in EventAccumulator(str(run)).Reload().Scalars("total_loss")]
-    assert steps == [2, 3, 5, 7, 8, 11]
+    assert steps == [1, 2, 3, 5, 7, 8, 9, 11]
 
 
 BREAKS = {  # what a resume may forget: how, and where it shows
@@ -279,15 +286,15 @@ def test_periods_change_no_weight_of_two_ranks(runs, on_ranks, tmp_path):
         assert differences(one[part], other[part]) == []
 
 
+TINY = "SOLVER.BATCH_SIZE 8 LOG_PERIOD 1 LOG_WINDOW 1"
+
+
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     """Output of the tiny model on whole batches of 8 in one process."""
     output = tmp_path_factory.mktemp("tiny") / "run"
     train_tiny(output, f"{TINY} SOLVER.ACCUM_STEPS 1")
     return output
-
-
-TINY = "SOLVER.BATCH_SIZE 8 LOG_PERIOD 1 LOG_WINDOW 1"
 
 
 @pytest.mark.parametrize(("num_ranks", "num_micro_batches"), [(1, 2), (1, 8), (2, 1), (2, 2)])
@@ -299,6 +306,26 @@ def test_a_batch_may_be_divided(num_ranks, num_micro_batches, tiny, on_ranks, tm
     torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
     for name in ("grad_norm", "total_loss", "loss_cls"):
         assert column(tmp_path / "run", name) == pytest.approx(column(tiny, name), rel=1e-4)
+
+
+def test_training_is_plain_gradient_descent(tmp_path):
+    words = f"{TINY} SOLVER.WEIGHT_DECAY 0."
+    model, plain = Tiny(), Tiny()
+    train_with(model, tmp_path / "run", words)
+    train_with(plain, tmp_path / "still", f"{words} SOLVER.BASE_LR 1e-30 SOLVER.MAX_ITER 1")
+    optimizer = torch.optim.SGD(plain.parameters(), lr=1.0, momentum=0.9)
+    cfg = get_cfg()
+    merge_settings(cfg, str(tmp_path / "run/config.yaml"), [])
+    batches, losses = train.build_train_loader(cfg, 0), {}
+    for iteration, lr in column(tmp_path / "run", "lr").items():
+        optimizer.param_groups[0]["lr"] = lr
+        loss = plain.train()(next(batches)[0])["loss_cls"]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses[iteration] = loss.item()
+    assert column(tmp_path / "run", "total_loss") == pytest.approx(losses, rel=1e-5)
+    torch.testing.assert_close(model.state_dict(), plain.state_dict())
 
 
 # A loss that is not finite ends the run, on all ranks, before it is saved.
@@ -327,9 +354,9 @@ def test_nothing_that_is_not_finite_is_saved_whatever_the_periods(periods, tmp_p
 
 def test_a_loss_that_is_not_finite_on_one_rank_ends_both(on_ranks, tmp_path):
     words = "LOG_PERIOD 20 SOLVER.CHECKPOINT_PERIOD 3 TEST.EVAL_PERIOD 7"
-    ranks = on_ranks(2, train_faulty, tmp_path / "run", words, 5, 1)
+    ranks = on_ranks(2, train_faulty, tmp_path / "run", words, 4, 1)  # read after iteration 5
     assert [rank.code for rank in ranks] == [2, 2]
-    message = "error: not finite at iteration 5 on rank 1: "
+    message = "error: not finite at iteration 4 on rank 1: "
     assert [rank.printed.count(message) for rank in ranks] == [1, 0]
     assert "Traceback" not in ranks[0].printed + ranks[1].printed
     assert [path.name for path in (tmp_path / "run").glob("*.pth")] == ["model_0000002.pth"]
@@ -339,9 +366,9 @@ DRIVER = """
 import sys
 sys.path[:0] = {paths}
 import models, train
-from plumbing.setup import default_argument_parser, launch
+from plumbing.setup import launch
 train.build_model = lambda cfg: models.Faulty(iteration=5, rank=1)
-launch(train.main, default_argument_parser().parse_intermixed_args())
+launch(train.main, train.parse_args())
 """
 
 
@@ -378,9 +405,9 @@ def test_a_test_set_of_any_size_is_evaluated_exactly_on_two_ranks(straight, on_r
     sizes = (1, 7, 60)
     for size in sizes:
         first_digits(tmp_path / f"{size}.npz", size)
-    arguments = tmp_path, sizes, straight / "model_final.pth"
-    ranks = on_ranks(2, evaluate_sizes, *arguments)
-    alone = evaluate_sizes(*arguments)
+    weights = straight / "model_final.pth"
+    ranks = on_ranks(2, evaluate_sizes, tmp_path, sizes, weights)
+    alone = evaluate_sizes(tmp_path, sizes, weights)
     assert [rank.result for rank in ranks] == [alone, alone], ranks[0].printed
     assert 0 < alone["60"]["digits_test/accuracy"] < 1
     assert len(alone["1"]) == 2  # the accuracy, and that of one class
@@ -454,7 +481,7 @@ def test_the_loss_falls_and_a_resume_is_exact(words, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_amp_computes_in_its_type(dtype, tmp_path, monkeypatch):
+def test_amp_computes_in_its_type_and_logs_the_true_norm(dtype, tiny, tmp_path):
     class Model(Tiny):
         def forward(self, data):
             result = super().forward(data)
@@ -463,8 +490,12 @@ def test_amp_computes_in_its_type(dtype, tmp_path, monkeypatch):
             return result
 
     types = set()
-    train_with(Model(), tmp_path / "run", f"SOLVER.AMP.ENABLED True SOLVER.AMP.DTYPE {dtype}")
+    words = f"{TINY} SOLVER.AMP.ENABLED True SOLVER.AMP.DTYPE {dtype}"
+    train_with(Model(), tmp_path / "run", words)
     assert types == {getattr(torch, dtype)}
+    norms, true = column(tmp_path / "run", "grad_norm"), column(tiny, "grad_norm")
+    assert norms[0] == pytest.approx(true[0], rel=0.02)
+    assert norms[11] == pytest.approx(true[11], rel=0.1)
 
 
 def test_gradients_are_clipped_and_their_norm_before_that_is_logged(tmp_path):
@@ -511,15 +542,16 @@ BAD = {
 }
 LATE = {
     "a batch larger than the data": ("SOLVER.BATCH_SIZE 2000", "SOLVER.BATCH_SIZE: 2000 .*1437"),
+    "nothing to evaluate": ("--eval-only", "--eval-only: .*MODEL.WEIGHTS"),
     "damaged weights": ("MODEL.WEIGHTS {tmp}/empty.yaml", "empty.yaml"),
 }
 
 
 def refusal(words, tmp_path, capsys):
     """What a refused run prints to stderr; it exits with 2."""
-    arguments_ = arguments(tmp_path / "run", " " + words.format(tmp=tmp_path))
+    words = arguments(tmp_path / "run", words.format(tmp=tmp_path))
     with own_log(), pytest.raises(SystemExit) as stop:
-        launch(train.main, parse(arguments_))
+        launch(train.main, parse(words))
     assert stop.value.code == 2
     return capsys.readouterr().err
 
@@ -589,7 +621,7 @@ def test_a_finished_run_says_so_and_gives_its_results(output):
 def test_a_finished_run_goes_on_when_max_iter_is_raised(straight, tmp_path):
     shutil.copytree(straight, tmp_path / "run")
     train_here(tmp_path / "run", "--resume SOLVER.MAX_ITER 14")
-    assert [row["iteration"] for row in rows_of(tmp_path / "run")] == [2, 3, 5, 7, 8, 11, 13]
+    assert [row["iteration"] for row in rows_of(tmp_path / "run")] == [1, 2, 3, 5, 7, 8, 9, 11, 13]
     assert torch.load(tmp_path / "run/model_final.pth")["iteration"] == 13
 
 
@@ -611,53 +643,50 @@ def test_weights_of_another_run_start_at_iteration_0(straight, tmp_path):
 
 # What an iteration in which nothing is due leaves out.
 
-READS = {
-    torch.Tensor: ("tolist", "numpy", "cpu"),
-    torch.distributed: ("all_gather", "all_gather_object", "all_reduce", "broadcast", "barrier"),
-}
 
 
-def count_reads(output, words=""):
-    """For each batch, the reads of tensors and collectives between it and the next one."""
-    counts = collections.Counter()
-    build, per_batch = train.build_train_loader, []
+def count_waits(output, words):
+    """For each batch, [reads of tensors, collectives] between it and the next one."""
+    counts, per_batch, build = collections.Counter(), [], train.build_train_loader
 
-    class Watch(TorchDispatchMode):
+    class Watch(TorchDispatchMode):  # sees item(), float(), bool() and the like, and collectives
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             counts["reads"] += function is torch.ops.aten._local_scalar_dense.default
+            counts["collectives"] += function.namespace == "c10d"
             return function(*args, **(kwargs or {}))
 
-    def counting(function):
-        def counted(*args, **kwargs):
+    def reading(function):
+        def read(*args, **kwargs):
             counts["reads"] += 1
             return function(*args, **kwargs)
 
-        return counted
+        return read
 
     def watched_loader(*args):
         for batches in build(*args):
-            counts["reads"] = 0
+            counts.clear()
             yield batches
-            per_batch.append(counts["reads"])
+            per_batch.append([counts["reads"], counts["collectives"]])
 
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, Watch():
         patch.setattr(train, "build_train_loader", watched_loader)
-        for owner, names in READS.items():
-            for name in names:
-                patch.setattr(owner, name, counting(getattr(owner, name)))
-        with Watch():
-            train_here(output, words)
+        for name in ("tolist", "numpy", "cpu"):
+            patch.setattr(torch.Tensor, name, reading(getattr(torch.Tensor, name)))
+        train_here(output, words)
     return per_batch
 
 
 @pytest.mark.parametrize("num_ranks", LAUNCHERS)
-def test_between_two_logs_nothing_is_read_and_nothing_is_communicated(
+def test_between_two_logs_nothing_is_read_and_only_gradients_are_sent(
     num_ranks, on_ranks, tmp_path
 ):
-    words = "LOG_PERIOD 4 SOLVER.MAX_ITER 9"
-    for rank in on_ranks(num_ranks, count_reads, tmp_path / "run", words):
+    words = "LOG_PERIOD 4 SOLVER.CHECKPOINT_PERIOD 4 SOLVER.MAX_ITER 9"
+    for rank in on_ranks(num_ranks, count_waits, tmp_path / "run", words):
         assert rank.code == 0, rank.printed
-        assert [number > 0 for number in rank.result] == [False, False, False, True] * 2
+        waits = rank.result[4:]  # in the first iterations the ranks settle how gradients are sent
+        assert waits[:3] == [[0, num_ranks - 1]] * 3
+        assert waits[3][0] > 0
+        assert num_ranks == 1 or waits[3][1] > 1
 
 
 def count_batches(monkeypatch):

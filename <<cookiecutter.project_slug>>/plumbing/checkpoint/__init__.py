@@ -1,7 +1,4 @@
-"""Checkpoints as fvcore has them (fvcore/common/checkpoint.py): whole or absent, never run as code.
-
-A file is a dict of plain types: ``torch.load(path)``.
-"""
+"""Checkpoints as in fvcore/common/checkpoint.py; a file is a dict that ``torch.load`` reads."""
 
 from .checkpointer import Checkpointer
 from .periodic import BestCheckpointer, PeriodicCheckpointer

@@ -1,6 +1,7 @@
 import contextlib
 import glob
 import logging
+import math
 import os
 import pickle
 import re
@@ -12,7 +13,7 @@ from torch import nn
 
 from plumbing import comm
 
-from .files import load_file, to_plain_types, write_atomically
+from .files import load_file, save_file, write_atomically
 
 
 class Checkpointer:
@@ -42,7 +43,7 @@ class Checkpointer:
         if key in self.checkpointables:
             raise KeyError(f"{key} is a checkpointable already")
         if not hasattr(checkpointable, "state_dict"):
-            raise TypeError(f"{key} needs state_dict, which {type(checkpointable)} has not")
+            raise TypeError(f"{key} has no state_dict: {type(checkpointable)}")
         self.checkpointables[key] = checkpointable
         if key in self._resumed:
             checkpointable.load_state_dict(self._resumed.pop(key))
@@ -50,8 +51,7 @@ class Checkpointer:
     def save(self, name: str, tag_checkpoint: bool = True, **kwargs: Any) -> None:
         """Write ``name``.pth, with ``kwargs`` such as the iteration; all ranks call it.
 
-        Floating point buffers are saved as their means over the ranks.  A resume starts from the
-        file that was tagged last.
+        Floating point buffers are saved as means over the ranks; a resume begins at the newest tag.
         """
         if not self.save_dir:
             return
@@ -63,7 +63,7 @@ class Checkpointer:
                 os.makedirs(self.save_dir, exist_ok=True)
                 path = os.path.join(self.save_dir, f"{name}.pth")
                 self.logger.info("Saving checkpoint to %s", path)
-                write_atomically(path, lambda file: torch.save(to_plain_types(data), file))
+                save_file(path, data)
                 if tag_checkpoint:
                     self.tag_last_checkpoint(f"{name}.pth")
 
@@ -88,8 +88,7 @@ class Checkpointer:
     def load(self, path: str, checkpointables: list[str] | None = None) -> dict:
         """Load the model as far as it fits, and the objects of these names, by default all.
 
-        Returns what else the file holds.  The path "" loads nothing; a file that is missing or
-        damaged is a SettingsError.
+        Returns what else the file holds.  "" loads nothing, a damaged file is a SettingsError.
         """
         if not path:
             return {}
@@ -102,8 +101,8 @@ class Checkpointer:
     def resume_or_load(self, path: str, *, resume: bool = True) -> dict:
         """Resume from the newest good file, else load only a model from ``path``.  Collective.
 
-        Returns what else the file holds, such as the iteration, if resumed, and otherwise {}.  It
-        is a SettingsError if no file is good or the model is another one.
+        Returns what else a resumed file holds, otherwise {}.  It is a SettingsError if no file is
+        good or the model is another one.
         """
         file = comm.from_main_process(self._newest_good_file) if resume else ""
         if not file:
@@ -124,9 +123,10 @@ class Checkpointer:
 
     def _newest_good_file(self) -> str:
         tagged = self.get_checkpoint_file()
-        numbered = [p for p in self.get_all_checkpoint_files() if re.search(r"_\d{7,}\.pth$", p)]
-        numbered.sort(key=lambda path: int(re.findall(r"\d+", path)[-1]), reverse=True)
-        files = [tagged] * bool(tagged) + [path for path in numbered if path != tagged]
+        paths = self.get_all_checkpoint_files()
+        found = [m for path in paths if (m := re.fullmatch(r".*_(\d{7,}|final)\.pth", path))]
+        found.sort(key=lambda m: math.inf if m[1] == "final" else int(m[1]), reverse=True)
+        files = [tagged] * bool(tagged) + [m[0] for m in found if m[0] != tagged]
         for torn in glob.glob(os.path.join(glob.escape(self.save_dir), "*.pth.tmp")):
             os.remove(torn)
         for file in files:
@@ -146,10 +146,11 @@ class Checkpointer:
     def _load_model(self, checkpoint: dict) -> "_IncompatibleKeys":
         checkpoint.pop("rank_buffers", None)
         state = {key: torch.as_tensor(value) for key, value in checkpoint.pop("model").items()}
-        if state and all(key.startswith("module.") for key in state):
+        own_state = self.model.state_dict(keep_vars=True)
+        if all(key.startswith("module.") for key in state) and not state.keys() & own_state.keys():
             state = {key.removeprefix("module."): value for key, value in state.items()}
         incorrect_shapes, names_of = [], defaultdict(list)
-        for key, own in self.model.state_dict(keep_vars=True).items():
+        for key, own in own_state.items():
             names_of[id(own)].append(key)
             if key in state and not nn.parameter.is_lazy(own) and state[key].shape != own.shape:
                 incorrect_shapes.append((key, tuple(state.pop(key).shape), tuple(own.shape)))
@@ -179,13 +180,10 @@ class _IncompatibleKeys(NamedTuple):
 
 
 def _describe(incompatible: _IncompatibleKeys) -> str:
-    def grouped(keys: list[str]) -> str:  # "a.weight", "a.bias" -> "a.{weight,bias}"
-        groups = defaultdict(list)
-        for prefix, _, name in (key.rpartition(".") for key in keys):
-            groups[prefix].append(name)
-        return ", ".join(f"{prefix}.{{{','.join(names)}}}" for prefix, names in groups.items())
-
-    parts = [f"missing: {grouped(incompatible[0])}"] if incompatible[0] else []
-    parts += [f"only in the file: {grouped(incompatible[1])}"] if incompatible[1] else []
+    groups = defaultdict(list)  # "missing", "layer": ["weight", "bias"]
+    for what, keys in zip(("missing", "only in the file"), incompatible):
+        for key in keys:
+            groups[what, key.rpartition(".")[0]].append(key.rpartition(".")[2])
+    parts = [f"{what}: {prefix}.{{{','.join(names)}}}" for (what, prefix), names in groups.items()]
     parts += [f"{name} is {old} in the file, {new} here" for name, old, new in incompatible[2]]
     return "; ".join(parts)

@@ -1,7 +1,9 @@
 import contextlib
 import os
 import pickle
+import struct
 import zipfile
+import zlib
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
@@ -29,22 +31,54 @@ def write_atomically(path: str, write: Callable[[BinaryIO], Any]) -> None:
     os.close(descriptor)
 
 
+class _Summing:
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self.flush, self.checksum = file, file.flush, 0
+
+    def write(self, data: Any) -> int:
+        self.checksum = zlib.crc32(data, self.checksum)
+        return self._file.write(data)
+
+
+def save_file(path: str, data: dict) -> None:
+    """Write a checkpoint, with its checksum as the comment of the zip archive that torch makes."""
+
+    def write(file: BinaryIO) -> None:
+        summing = _Summing(file)
+        torch.save(to_plain_types(data), summing)
+        file.seek(-2, os.SEEK_END)  # the length of the comment, so far 0
+        file.write(struct.pack("<HI", 4, summing.checksum))
+
+    write_atomically(path, write)
+
+
+def _is_whole(path: str) -> bool:
+    with open(path, "rb") as file:
+        size = file.seek(-6, os.SEEK_END)
+        length, expected = struct.unpack("<HI", file.read())
+        if length != 4:  # not written by save_file
+            with zipfile.ZipFile(file) as archive:
+                return archive.comment == b"" and archive.testzip() is None
+        checksum = file.seek(0)
+        while data := file.read(min(2**20, size - file.tell())):
+            checksum = zlib.crc32(data, checksum)
+        return zlib.crc32(b"\0\0", checksum) == expected
+
+
 def load_file(path: str) -> dict:
     """Read a checkpoint to the CPU; one that is damaged or holds code is a SettingsError."""
     if not os.path.isfile(path):
         raise SettingsError(f"checkpoint {path} does not exist")
+    damaged = "its checksum is wrong"
     try:
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
-    except (zipfile.BadZipFile, OSError, EOFError) as error:
-        damaged = error
-    if damaged:
-        raise SettingsError(f"checkpoint {path} is damaged, or none: {damaged}")
-    try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        if _is_whole(path):
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+            return checkpoint if "model" in checkpoint else {"model": checkpoint}
     except pickle.UnpicklingError as error:
         raise SettingsError(f"checkpoint {path} holds code or foreign types: refused") from error
-    return checkpoint if "model" in checkpoint else {"model": checkpoint}
+    except Exception as error:  # many kinds, by where the damage is
+        damaged = f"{type(error).__name__} {error}".splitlines()[0]
+    raise SettingsError(f"checkpoint {path} is damaged, or none: {damaged}")
 
 
 def to_plain_types(value: Any) -> Any:

@@ -55,10 +55,9 @@ class PeriodicCheckpointer:
 
 
 class BestCheckpointer:
-    """Saves model_best.pth when ``val_metric`` beats all before; it is never resumed from.
+    """Saves model_best.pth when ``val_metric`` ("": none) beats all before; never resumed from.
 
-    The best value stands beside it, in model_best.json, and so holds after a resume.  The metric is
-    one like "digits_test/accuracy", and "" for none; ``mode`` is "max" or "min".
+    The best value stands beside it, in a json file, and so holds after a resume.
     """
 
     def __init__(
@@ -76,9 +75,8 @@ class BestCheckpointer:
         logger, value = self.checkpointer.logger, results.get(self.val_metric)
         if self.val_metric and value is None:
             logger.warning("No %s among the results: %s", self.val_metric, ", ".join(results))
-        if value is None or not math.isfinite(value):
-            return
-        if self.best is not None and self.sign * value <= self.sign * self.best:
+        worst = -self.sign * math.inf if self.best is None else self.best
+        if value is None or not math.isfinite(value) or self.sign * value <= self.sign * worst:
             return
         logger.info("Best %s so far: %.5g", self.val_metric, value)
         self.best = value

@@ -1,7 +1,4 @@
-"""Scalars, images and histograms of a run, and their writers, as in detectron2/utils/events.py.
-
-But tensors are put unread: ``EventStorage.reduce`` averages all that waits over the ranks at once.
-"""
+"""Scalars, images and histograms of a run, and their writers, as in detectron2/utils/events.py."""
 
 from .history import HistoryBuffer
 from .storage import EventStorage, get_event_storage, has_event_storage

@@ -30,9 +30,10 @@ class HistoryBuffer:
         """Of the newest value; -1 without values."""
         return self._data[-1][1] if self._data else -1
 
-    def count_since(self, iteration: float) -> int:
-        """Number of newest values, in a row, of later iterations."""
-        return sum(1 for _ in takewhile(lambda item: item[1] > iteration, reversed(self._data)))
+    def count_samples(self, window_size: int) -> int:
+        """Number of newest values, in a row, of the last ``window_size`` iterations."""
+        start = self.latest_iteration() - _checked(window_size)
+        return sum(1 for _ in takewhile(lambda item: item[1] > start, reversed(self._data)))
 
     def median(self, window_size: int) -> float:
         """Of the newest ``window_size`` values; nan without values, or if one is nan."""
@@ -45,9 +46,7 @@ class HistoryBuffer:
         return sum(values) / len(values) if values else math.nan
 
     def _newest(self, window_size: int) -> list[float]:
-        if window_size < 1:
-            raise ValueError(f"window_size must be at least 1, got {window_size}")
-        return [value for value, _ in islice(reversed(self._data), window_size)]
+        return [value for value, _ in islice(reversed(self._data), _checked(window_size))]
 
     def global_avg(self) -> float:
         """Mean of all values ever; nan without values."""
@@ -65,3 +64,9 @@ class HistoryBuffer:
         self._data.clear()
         self._data.extend((value, int(iteration)) for value, iteration in state["pairs"].tolist())
         self._count, self._sum = state["count"], state["sum"]
+
+
+def _checked(window_size: int) -> int:
+    if window_size < 1:
+        raise ValueError(f"window_size must be at least 1, got {window_size}")
+    return window_size

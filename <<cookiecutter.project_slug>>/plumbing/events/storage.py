@@ -3,6 +3,7 @@ import math
 import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ class EventStorage:
         self._hints: dict[str, bool] = {}
         self._puts: dict[str, tuple[int, float, int]] = {}  # of the newest iteration: sum, count
         self._waiting: list[tuple[str, int, torch.Tensor]] = []
-        self._num_read = 0  # so many of the waiting stand in the histories with this rank's value
+        self._read: list[float] = []  # this rank's values of the first ones of them
         self._vis_data = deque(maxlen=_IMAGES_LENGTH)
         self._histogram_data = deque(maxlen=_IMAGES_LENGTH)
 
@@ -79,7 +80,7 @@ class EventStorage:
         With the hint, which must not change, writers show a median, otherwise the newest value.
         """
         name = self._prefix + name
-        if self._hints.setdefault(name, smoothing_hint) != smoothing_hint:
+        if self._hints.get(name, smoothing_hint) != smoothing_hint:
             raise ValueError(f"scalar {name}: smoothing_hint was {not smoothing_hint} before")
         iteration = self.iter if cur_iter is None else cur_iter
         if not isinstance(value, torch.Tensor):
@@ -87,11 +88,13 @@ class EventStorage:
         elif value.numel() != 1:
             raise ValueError(f"scalar {name}: needs one element, got shape {tuple(value.shape)}")
         else:
-            # What autograd made is fresh; another tensor may be a buffer that its owner changes.
-            value = value.detach() if value.requires_grad else value.clone()
+            # A result of autograd is fresh; memory of another tensor may be changed by its owner.
+            fresh = value.grad_fn is not None and value._base is None
+            value = value.detach() if fresh else value.detach().clone()
             self._waiting.append((name, iteration, value))
             if len(self._waiting) >= _WAITING_LENGTH:
                 self.reduce()
+        self._hints[name] = smoothing_hint
 
     def put_scalars(
         self, scalars: Mapping[str, Any] | None = None, /, *,
@@ -129,12 +132,12 @@ class EventStorage:
         return self.histories()[name]
 
     def histories(self) -> dict[str, HistoryBuffer]:
-        unread = self._waiting[self._num_read :]
-        if unread:
+        if unread := self._waiting[len(self._read) :]:
             names, iterations, tensors = zip(*unread)
-            for put in zip(names, _to_vector(tensors).tolist(), iterations):
+            values = _to_vector(tensors).tolist()
+            for put in zip(names, values, iterations):
                 self._record(*put)
-            self._num_read = len(self._waiting)
+            self._read += values
         return self._histories
 
     def latest(self) -> dict[str, tuple[float, int]]:
@@ -142,19 +145,16 @@ class EventStorage:
         return {name: (h.latest(), h.latest_iteration()) for name, h in self.histories().items()}
 
     def latest_with_smoothing_hint(self, window_size: int = 20) -> dict[str, tuple[float, int]]:
-        """Like ``latest``, but a name put with the hint gets its median over a window."""
+        """Like ``latest``, but names put with the hint get their median over a window."""
         latest = self.latest()
-        for name in [name for name in latest if self._hints[name]]:
-            median = self._histories[name].median(self.count_samples(name, window_size))
-            latest[name] = (median, latest[name][1])
+        for name, history in self._histories.items():
+            if self._hints[name]:
+                median = history.median(history.count_samples(window_size))
+                latest[name] = median, history.latest_iteration()
         return latest
 
     def count_samples(self, name: str, window_size: int = 20) -> int:
-        """Number of values in the ``window_size`` iterations that end with the newest value."""
-        if window_size < 1:
-            raise ValueError(f"window_size must be at least 1, got {window_size}")
-        history = self.histories().get(name, HistoryBuffer())
-        return history.count_since(history.latest_iteration() - window_size)
+        return self.histories().get(name, HistoryBuffer()).count_samples(window_size)
 
     def smoothing_hints(self) -> dict[str, bool]:
         return self._hints
@@ -162,33 +162,38 @@ class EventStorage:
     def reduce(self, grad_may_overflow: bool = False) -> None:
         """Read all that waits: means over the ranks, of ``*_time`` the maximum.  Collective.
 
-        A loss or grad_norm that is not finite on some rank is a NonFiniteError on all; a grad_norm
-        is none if ``grad_may_overflow`` (float16 skips such a step).
+        A loss or, unless ``grad_may_overflow``, grad_norm that is not finite is a NonFiniteError.
         """
-        for name, iteration, _ in self._waiting[: self._num_read]:  # this rank's values go
-            self._puts.pop(name, None)
-            while self._histories[name].latest_iteration() >= iteration:
-                self._histories[name].pop()
         names, iterations, tensors = zip(*self._waiting) if self._waiting else ((), (), ())
-        self._waiting, self._num_read = [], 0
-        ranks = _gather_vectors(_to_vector(tensors), names)
-        for name, iteration, *values in zip(names, iterations, *ranks):
-            slowest = name.endswith("_time")
-            self._record(name, max(values) if slowest else sum(values) / len(values), iteration)
-        for rank, values in enumerate(ranks):
-            if not math.isfinite(sum(values)):
-                checked = ("loss",) if grad_may_overflow else ("loss", "grad_norm")
-                self._require_finite(list(zip(iterations, names, values)), rank, checked)
+        if comm.get_world_size() == 1:
+            self.histories()
+            ranks = [self._read]
+        else:
+            for name, iteration in zip(names[: len(self._read)], iterations):
+                self._puts.pop(name, None)
+                while self._histories[name].latest_iteration() >= iteration:
+                    self._histories[name].pop()
+            ranks = _gather_vectors(_to_vector(tensors), names)
+            for name, iteration, *values in zip(names, iterations, *ranks):
+                slowest = name.endswith("_time")
+                self._record(name, max(values) if slowest else sum(values) / len(values), iteration)
+        self._waiting, self._read = [], []
+        if not math.isfinite(sum(map(sum, ranks))):
+            checked = ("loss",) if grad_may_overflow else ("loss", "grad_norm")
+            puts = [zip(iterations, names, repeat(rank), v) for rank, v in enumerate(ranks)]
+            self._require_finite([put for rank in puts for put in rank], checked)
 
-    def _require_finite(self, puts: list, rank: int, checked: tuple[str, ...]) -> None:
-        bad = [i for i, name, v in puts if not math.isfinite(v) and any(c in name for c in checked)]
-        if bad:
+    def _require_finite(self, puts: list[tuple[int, str, int, float]], checked: tuple) -> None:
+        bad = [put for put in puts if not math.isfinite(put[3])]
+        if bad := [put for put in bad if any(part in put[1] for part in checked)]:
+            # The gradients of one rank spoil those of all: the first loss is where it began.
+            first, _, rank, _ = min(bad, key=lambda put: (put[0], "loss" not in put[1]))
             rates = self._histories.get("lr", HistoryBuffer()).values()
-            values = [(name, value) for i, name, value in puts if i == min(bad)]
-            values += [("lr", rate) for rate, i in rates if i == min(bad)]
+            values = [(name, v) for i, name, r, v in puts if (i, r) == (first, rank)]
+            values += [("lr", rate) for rate, i in rates if i == first]
             listing = ", ".join(f"{name} {value:.4g}" for name, value in values)
             raise NonFiniteError(
-                f"not finite at iteration {min(bad)} on rank {rank}: {listing}; resume from a good"
+                f"not finite at iteration {first} on rank {rank}: {listing}; resume from a good"
                 " checkpoint with a lower SOLVER.BASE_LR or CLIP_GRAD_NORM, or look at the data"
             )
 
@@ -216,8 +221,8 @@ class EventStorage:
 def _to_vector(tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
     """Join tensors of one element each, on a GPU if any is on it; float64."""
     device = max((tensor.device for tensor in tensors), key=lambda d: d.type, default="cpu")
-    parts = [torch.zeros(0, device=device), *(tensor.reshape(1).to(device) for tensor in tensors)]
-    return torch.cat(parts).double()
+    parts = [tensor.reshape(1).to(device) for tensor in tensors]
+    return torch.cat([torch.zeros(0, dtype=torch.float64, device=device), *parts])
 
 
 def _gather_vectors(vector: torch.Tensor, names: tuple[str, ...]) -> list[list[float]]:

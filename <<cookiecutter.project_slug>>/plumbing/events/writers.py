@@ -24,12 +24,11 @@ class EventWriter:
     def write(self) -> None:
         raise NotImplementedError
 
-    def close(self) -> None:
-        pass
+    def close(self) -> None: ...
 
 
 class _NewScalars:
-    """Picks {iteration: {name: value}} of what is new, which is remembered for each name."""
+    """Picks {iteration: {name: value}} of what is new, remembered for each name."""
 
     def __init__(self, window_size: int, start_iter: int) -> None:
         self._window_size = window_size
@@ -62,7 +61,7 @@ class JSONWriter(EventWriter):
         if not new:
             return
         self._file = self._file or _open(self._path, self._start_iter)
-        # A name may come after its iteration was written: lines from there on are written anew.
+        # A name may come after its iteration was written: lines are written anew from there on.
         position = self._file.seek(0, os.SEEK_END)
         while self._rows and self._rows[-1][0] >= min(new):
             iteration, position, row = self._rows.pop()
@@ -180,15 +179,15 @@ def open_writers(
 ) -> Iterator[list[EventWriter]]:
     """Writers to the log, metrics.json and TensorBoard; [] on all ranks but the main one.
 
-    A resumed run writes its last iteration, ``start_iter - 1``, again and replaces what was written
-    later.  At the end, also after an exception, the writers write what is left.
+    A resume replaces what was written from ``start_iter - 1`` on.  What is left at the end is
+    written, also after an exception.
     """
-    writers, first = [], max(start_iter - 1, 0)
-    if comm.is_main_process():
-        json_file = os.path.join(output_dir, "metrics.json")
-        writers.append(CommonMetricPrinter(max_iter, window_size))
-        writers.append(JSONWriter(json_file, window_size, first))
-        writers.append(TensorboardXWriter(output_dir, window_size, purge_step=first))
+    first, json_file = max(start_iter - 1, 0), os.path.join(output_dir, "metrics.json")
+    writers = [
+        CommonMetricPrinter(max_iter, window_size),
+        JSONWriter(json_file, window_size, first),
+        TensorboardXWriter(output_dir, window_size, purge_step=first),
+    ] * comm.is_main_process()
     with contextlib.ExitStack() as stack:
         for writer in reversed(writers):
             stack.callback(writer.close)
