@@ -6,6 +6,7 @@
 
 import os
 import time
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -30,12 +31,15 @@ class Digits(Dataset):
     """
 
     def __init__(self, path, name, seed=0, max_shift=0):
-        with np.load(path, allow_pickle=False) as arrays:
+        try:
+            arrays = dict(np.load(path, allow_pickle=False))
             is_test = np.zeros(len(arrays["labels"]), bool)
-            is_test[arrays["test_indices"]] = True
-            part = is_test if name == "digits_test" else ~is_test
-            images = arrays["images"][part].astype(np.float32) / 16
-            self.labels = arrays["labels"][part].astype(np.int64)
+        except (OSError, EOFError, ValueError, KeyError, TypeError, BadZipFile) as error:
+            raise SettingsError(f"DATASETS.PATH: {path} is no archive of digits: {error}") from None
+        is_test[arrays["test_indices"]] = True
+        part = is_test if name == "digits_test" else ~is_test
+        images = arrays["images"][part].astype(np.float32) / 16
+        self.labels = arrays["labels"][part].astype(np.int64)
         self.seed, self.max_shift = seed, max_shift
         margin = ((0, 0), (max_shift, max_shift), (max_shift, max_shift))
         self.shifted = np.lib.stride_tricks.sliding_window_view(

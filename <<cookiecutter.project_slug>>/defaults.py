@@ -10,6 +10,7 @@ import os
 from yacs.config import CfgNode
 
 from plumbing import comm
+from plumbing.checkpoint.files import write_atomically
 from plumbing.comm import SettingsError
 from plumbing.settings import leaves
 
@@ -90,7 +91,7 @@ _AT_LEAST = {
     "LOG_WINDOW": 1,
     "MODEL.WIDTH": 1,
     "MODEL.DROPOUT": 0,
-    "MODEL.NUM_CLASSES": 1,
+    "MODEL.NUM_CLASSES": 10,
     "DATASETS.MAX_SHIFT": 0,
     "DATALOADER.NUM_WORKERS": 0,
     "SOLVER.MAX_ITER": 1,
@@ -111,6 +112,8 @@ _AT_LEAST = {
 }
 _ABOVE = {"TIMEOUT_SECONDS": 0, "SOLVER.BASE_LR": 0, "SOLVER.GAMMA": 0, "SOLVER.CLIP_GRAD_NORM": 0}
 _BELOW = {
+    "SEED": 2**32,
+    "LOG_WINDOW": 1001,
     "MODEL.DROPOUT": 1,
     "DATALOADER.NUM_WORKERS": 1000,
     "SOLVER.MOMENTUM": 1,
@@ -126,8 +129,8 @@ def get_cfg():
 def save_cfg(cfg):
     """Keep the settings with the run, as OUTPUT_DIR/config.yaml."""
     if comm.is_main_process():
-        with open(os.path.join(cfg.OUTPUT_DIR, "config.yaml"), "w") as file:
-            file.write(cfg.dump())
+        path = os.path.join(cfg.OUTPUT_DIR, "config.yaml")
+        write_atomically(path, lambda file: file.write(cfg.dump().encode()))
 
 
 def check_cfg(cfg, num_ranks):
@@ -156,6 +159,9 @@ def check_cfg(cfg, num_ranks):
         f"must be a multiple of {num_ranks} ranks times SOLVER.ACCUM_STEPS {solver.ACCUM_STEPS}",
     )
     _require(len(solver.BETAS) == 2, "SOLVER.BETAS", solver.BETAS, "must be two numbers")
+    best = cfg.TEST.BEST_METRIC
+    known = not best or best.partition("/")[0] in cfg.DATASETS.TEST
+    _require(known, "TEST.BEST_METRIC", best, 'must be DATASET/METRIC of DATASETS.TEST, or ""')
     nesterov = not solver.NESTEROV or solver.MOMENTUM > 0
     _require(nesterov, "SOLVER.NESTEROV", True, "needs SOLVER.MOMENTUM above 0")
     for key, path in {

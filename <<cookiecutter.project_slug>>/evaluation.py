@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional
 
 from plumbing import comm
+from plumbing.checkpoint.files import write_atomically
 from plumbing.events import get_event_storage, has_event_storage
 
 logger = logging.getLogger(__name__)
@@ -102,9 +103,9 @@ def log_results(name, results):
 def save_results(cfg, results):
     """Keep the numbers of a finished training as OUTPUT_DIR/results.json."""
     if comm.is_main_process():
-        record = {"iteration": cfg.SOLVER.MAX_ITER - 1, **results}
-        with open(os.path.join(cfg.OUTPUT_DIR, "results.json"), "w") as file:
-            json.dump(record, file, indent=2)
+        text = json.dumps({"iteration": cfg.SOLVER.MAX_ITER - 1, **results}, indent=2)
+        path = os.path.join(cfg.OUTPUT_DIR, "results.json")
+        write_atomically(path, lambda file: file.write(text.encode()))
 
 
 def load_results(cfg):
@@ -114,8 +115,8 @@ def load_results(cfg):
         try:
             with open(os.path.join(cfg.OUTPUT_DIR, "results.json")) as file:
                 results = json.load(file)
-        except (OSError, ValueError):
+            return results if results.pop("iteration") >= cfg.SOLVER.MAX_ITER - 1 else None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
-        return results if results.pop("iteration") >= cfg.SOLVER.MAX_ITER - 1 else None
 
     return comm.from_main_process(load)

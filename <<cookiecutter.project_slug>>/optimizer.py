@@ -7,7 +7,7 @@ import math
 import torch
 from torch import nn
 
-from plumbing.solver import LRMultiplier, keep_settings_on_load
+from plumbing.solver import keep_settings_on_load
 
 NORM_LAYERS = nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm
 
@@ -59,6 +59,32 @@ def build_lr_scheduler(cfg, optimizer):
         shape = cosine(solver.MAX_ITER, solver.BASE_LR_END / solver.BASE_LR)
     warm = with_warmup(shape, solver.WARMUP_ITERS, solver.WARMUP_FACTOR, solver.WARMUP_METHOD)
     return LRMultiplier(optimizer, warm)
+
+
+class LRMultiplier:
+    """Sets the learning rate of each group to its first one times ``factor(iteration)``."""
+
+    def __init__(self, optimizer, factor):
+        self.optimizer, self.factor = optimizer, factor
+        self.base_lrs = [group["lr"] for group in optimizer.param_groups]
+        self.load_state_dict({"iteration": 0})
+
+    def step(self):
+        """Go to the next iteration."""
+        self.load_state_dict({"iteration": self.iteration + 1})
+
+    def get_last_lr(self):
+        """Of each group, in this iteration."""
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def state_dict(self):
+        return {"iteration": self.iteration}
+
+    def load_state_dict(self, state):
+        self.iteration = state["iteration"]
+        factor = self.factor(self.iteration)
+        for group, base_lr in zip(self.optimizer.param_groups, self.base_lrs):
+            group["lr"] = base_lr * factor
 
 
 def multistep(steps, gamma):

@@ -155,6 +155,8 @@ def setup(args):
     """The settings, checked and frozen; joins the other ranks, opens OUTPUT_DIR and the log."""
     cfg = get_cfg()
     merge_settings(cfg, args.config, args.opts)
+    if args.eval_only and not (cfg.MODEL.WEIGHTS or args.resume):
+        raise comm.SettingsError("--eval-only: of what?  Set MODEL.WEIGHTS, or add --resume")
     check_cfg(cfg, num_ranks=int(os.environ.get("WORLD_SIZE", 1)))
     device = choose_device(cfg.MODEL.DEVICE)
     cfg.MODEL.DEVICE = device.type
@@ -172,8 +174,8 @@ def main(args):
     logger.info("Model:\n%s", model)
     if args.eval_only:
         checkpointer = Checkpointer(model, cfg.OUTPUT_DIR)
-        if not cfg.MODEL.WEIGHTS and not (args.resume and checkpointer.has_checkpoint()):
-            raise comm.SettingsError("--eval-only: set MODEL.WEIGHTS, or --resume a saved run")
+        if not (cfg.MODEL.WEIGHTS or checkpointer.has_checkpoint()):
+            raise comm.SettingsError(f"--eval-only: nothing was saved in {cfg.OUTPUT_DIR}")
         checkpointer.resume_or_load(cfg.MODEL.WEIGHTS, resume=args.resume)
         return do_test(cfg, model)
     results = load_results(cfg) if args.resume else None
@@ -192,13 +194,18 @@ def main(args):
 
 
 def parse_args(words=None):
-    style = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s --config FILE [--resume] [--eval-only] [KEY VALUE ...]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--config", required=True, metavar="FILE", help="settings, YAML")
     parser.add_argument("--resume", action="store_true", help="go on with the run in OUTPUT_DIR")
     parser.add_argument("--eval-only", action="store_true", help="evaluate, and do not train")
-    parser.add_argument("opts", nargs="*", metavar="KEY VALUE", help="settings that go first")
-    return parser.parse_intermixed_args(words)
+    args, args.opts = parser.parse_known_args(words)  # a value such as -1e-3 is no flag
+    if unknown := [word for word in args.opts[::2] if word.startswith("-")]:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    return args
 
 
 if __name__ == "__main__":

@@ -129,7 +129,7 @@ def gradient_sync(model: nn.Module, enabled: bool) -> contextlib.AbstractContext
 def averaged_buffers(model: nn.Module) -> Iterator[list[torch.Tensor]]:
     """Inside, floating point buffers (batch-norm statistics) are means over ranks.  Collective.
 
-    Then each rank has its own again.  Yields all ranks' vectors for ``load_buffers``, or [] for one.
+    Then each rank has its own again.  Yields the vectors of all for ``load_buffers``; [] for one.
     """
     buffers = [each.double().flatten() for each in model.buffers() if each.is_floating_point()]
     if get_world_size() == 1 or not buffers:

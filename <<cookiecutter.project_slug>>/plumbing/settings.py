@@ -87,8 +87,8 @@ def _set(cfg: CfgNode, key: str, value: Any, source: str) -> None:
     try:
         cfg[name] = _convert(value, known[key])
     except (TypeError, ValueError):
-        wanted = f"a {type(known[key]).__name__} such as {known[key]!r}"
-        error = f"{source}: {key}: {value!r} is a {type(value).__name__}, not {wanted}"
+        wanted = f"{type(known[key]).__name__} such as {known[key]!r}"
+        error = f"{source}: {key}: {value!r} is {type(value).__name__}, expected {wanted}"
         raise SettingsError(error) from None
 
 

@@ -1,37 +1,10 @@
-"""What an optimizer needs around it: the learning rate of an iteration, its state on resume."""
+"""What an optimizer loads on a resume."""
 
 import logging
-from collections.abc import Callable
 
 import torch
 
 from plumbing.comm import SettingsError
-
-
-class LRMultiplier:
-    """Sets each group's learning rate to its first one times ``factor(iteration)``."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, factor: Callable[[int], float]) -> None:
-        self.optimizer, self.factor = optimizer, factor
-        self.base_lrs = [group["lr"] for group in optimizer.param_groups]
-        self.load_state_dict({"iteration": 0})
-
-    def step(self) -> None:
-        """Go to the next iteration."""
-        self.load_state_dict({"iteration": self.iteration + 1})
-
-    def get_last_lr(self) -> list[float]:
-        """Of each group, in this iteration."""
-        return [group["lr"] for group in self.optimizer.param_groups]
-
-    def state_dict(self) -> dict:
-        return {"iteration": self.iteration}
-
-    def load_state_dict(self, state: dict) -> None:
-        self.iteration = state["iteration"]
-        factor = self.factor(self.iteration)
-        for group, base_lr in zip(self.optimizer.param_groups, self.base_lrs):
-            group["lr"] = base_lr * factor
 
 
 def keep_settings_on_load(optimizer: torch.optim.Optimizer, saved: dict) -> dict:

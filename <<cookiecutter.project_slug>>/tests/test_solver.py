@@ -9,9 +9,14 @@ from torch import nn
 
 from defaults import get_cfg
 from model import sum_losses
-from optimizer import build_autocast, build_grad_scaler, build_lr_scheduler, build_optimizer
+from optimizer import (
+    LRMultiplier,
+    build_autocast,
+    build_grad_scaler,
+    build_lr_scheduler,
+    build_optimizer,
+)
 from plumbing.comm import SettingsError
-from plumbing.solver import LRMultiplier
 
 
 def settings(**solver):

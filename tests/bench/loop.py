@@ -2,8 +2,8 @@
 
     python tests/bench/loop.py [--project DIR] [--iters 3000] [--rounds 5]
 
-The real do_train of a project, with its storage, writers, checkpointer, schedule and random state, on
-batches in memory; both loops take turns.  Prints the median microseconds an iteration and the ratio.
+The real do_train of a project, with its storage, writers, checkpointer, schedule and random state,
+on batches in memory; both loops take turns.  Prints medians of microseconds and the ratio.
 """
 
 import argparse
@@ -97,7 +97,7 @@ def main():
     base = statistics.median(times["bare loop"])
     for name, seconds in times.items():
         median = statistics.median(seconds)
-        print(f"{name:10s} {median * 1e6:7.1f} us an iteration, {median / base:.2f} of the bare loop")
+        print(f"{name:10s} {median * 1e6:7.1f} us, {median / base:.2f} of the bare loop")
 
 
 if __name__ == "__main__":

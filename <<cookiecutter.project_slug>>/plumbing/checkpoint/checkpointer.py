@@ -8,12 +8,15 @@ import re
 from collections import defaultdict
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
 from plumbing import comm
 
 from .files import load_file, save_file, write_atomically
+
+_WRAPPERS = nn.DataParallel, nn.parallel.DistributedDataParallel
 
 
 class Checkpointer:
@@ -27,9 +30,9 @@ class Checkpointer:
         self, model: nn.Module, save_dir: str = "", *,
         save_to_disk: bool | None = None, **checkpointables: Any,
     ) -> None:  # fmt: skip
-        if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-            model = model.module
-        self.model = getattr(model, "_orig_mod", model)
+        while isinstance(model, _WRAPPERS) or hasattr(model, "_orig_mod"):
+            model = model.module if isinstance(model, _WRAPPERS) else model._orig_mod
+        self.model = model
         self.save_dir = save_dir
         self.save_to_disk = comm.is_main_process() if save_to_disk is None else save_to_disk
         self.logger = logging.getLogger("plumbing.checkpoint")
@@ -145,15 +148,19 @@ class Checkpointer:
 
     def _load_model(self, checkpoint: dict) -> "_IncompatibleKeys":
         checkpoint.pop("rank_buffers", None)
-        state = {key: torch.as_tensor(value) for key, value in checkpoint.pop("model").items()}
+        state = dict(checkpoint.pop("model"))
+        for key in [key for key, value in state.items() if isinstance(value, np.ndarray)]:
+            state[key] = torch.from_numpy(state[key])
         own_state = self.model.state_dict(keep_vars=True)
         if all(key.startswith("module.") for key in state) and not state.keys() & own_state.keys():
             state = {key.removeprefix("module."): value for key, value in state.items()}
         incorrect_shapes, names_of = [], defaultdict(list)
         for key, own in own_state.items():
             names_of[id(own)].append(key)
-            if key in state and not nn.parameter.is_lazy(own) and state[key].shape != own.shape:
-                incorrect_shapes.append((key, tuple(state.pop(key).shape), tuple(own.shape)))
+            shapes = [getattr(value, "shape", None) for value in (state.get(key), own)]
+            if key in state and not nn.parameter.is_lazy(own) and shapes[0] != shapes[1]:
+                del state[key]
+                incorrect_shapes.append((key, *map(tuple, shapes)))
         missing, unexpected = self.model.load_state_dict(state, strict=False)
         # A shared tensor has several names, of which one in the file is enough.
         found = {key for names in names_of.values() for key in names if state.keys() & set(names)}
@@ -167,10 +174,11 @@ class Checkpointer:
 
     def _load_checkpointables(self, checkpoint: dict, path: str, keys: list[str] | None) -> None:
         for key in self.checkpointables if keys is None else keys:
-            if key in checkpoint:
-                self.checkpointables[key].load_state_dict(checkpoint.pop(key))
-            else:
+            state = checkpoint.pop(key, None)
+            if state is None:
                 self.logger.warning("%s holds no %s, which starts anew", path, key)
+            elif state:  # that of a grad scaler that was off is empty
+                self.checkpointables[key].load_state_dict(state)
 
 
 class _IncompatibleKeys(NamedTuple):

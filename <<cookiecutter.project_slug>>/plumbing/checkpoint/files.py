@@ -31,6 +31,9 @@ def write_atomically(path: str, write: Callable[[BinaryIO], Any]) -> None:
     os.close(descriptor)
 
 
+_COMMENT = struct.Struct("<H4sI")  # its length, a mark, the checksum of all before its length
+
+
 class _Summing:
     def __init__(self, file: BinaryIO) -> None:
         self._file, self.flush, self.checksum = file, file.flush, 0
@@ -47,16 +50,16 @@ def save_file(path: str, data: dict) -> None:
         summing = _Summing(file)
         torch.save(to_plain_types(data), summing)
         file.seek(-2, os.SEEK_END)  # the length of the comment, so far 0
-        file.write(struct.pack("<HI", 4, summing.checksum))
+        file.write(_COMMENT.pack(8, b"sum:", summing.checksum))
 
     write_atomically(path, write)
 
 
 def _is_whole(path: str) -> bool:
     with open(path, "rb") as file:
-        size = file.seek(-6, os.SEEK_END)
-        length, expected = struct.unpack("<HI", file.read())
-        if length != 4:  # not written by save_file
+        size = file.seek(-_COMMENT.size, os.SEEK_END)
+        *start, expected = _COMMENT.unpack(file.read())
+        if start != [8, b"sum:"]:  # not written by save_file
             with zipfile.ZipFile(file) as archive:
                 return archive.comment == b"" and archive.testzip() is None
         checksum = file.seek(0)
@@ -73,7 +76,8 @@ def load_file(path: str) -> dict:
     try:
         if _is_whole(path):
             checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-            return checkpoint if "model" in checkpoint else {"model": checkpoint}
+            state = checkpoint.get("state_dict", checkpoint)  # of other makes, or only this
+            return checkpoint if "model" in checkpoint else {"model": state}
     except pickle.UnpicklingError as error:
         raise SettingsError(f"checkpoint {path} holds code or foreign types: refused") from error
     except Exception as error:  # many kinds, by where the damage is
@@ -86,7 +90,8 @@ def to_plain_types(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: to_plain_types(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(to_plain_types(item) for item in value)
+        plain = [to_plain_types(item) for item in value]
+        return plain if isinstance(value, list) else tuple(plain)
     if isinstance(value, np.ndarray):
         return torch.from_numpy(value)
     if isinstance(value, np.generic):

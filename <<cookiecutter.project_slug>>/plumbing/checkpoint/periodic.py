@@ -78,9 +78,9 @@ class BestCheckpointer:
         worst = -self.sign * math.inf if self.best is None else self.best
         if value is None or not math.isfinite(value) or self.sign * value <= self.sign * worst:
             return
-        logger.info("Best %s so far: %.5g", self.val_metric, value)
-        self.best = value
-        record = {self.val_metric: value, "iteration": iteration}
+        self.best = float(value)
+        logger.info("Best %s so far: %.5g", self.val_metric, self.best)
+        record = {self.val_metric: self.best, "iteration": iteration}
         self.checkpointer.save(self.file_prefix, tag_checkpoint=False, **record)
         if self.checkpointer.save_to_disk:
             write_atomically(self._path, lambda file: file.write(json.dumps(record).encode()))

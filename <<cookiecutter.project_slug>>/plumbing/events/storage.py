@@ -93,7 +93,7 @@ class EventStorage:
             value = value.detach() if fresh else value.detach().clone()
             self._waiting.append((name, iteration, value))
             if len(self._waiting) >= _WAITING_LENGTH:
-                self.reduce()
+                self.reduce(grad_may_overflow=True)
         self._hints[name] = smoothing_hint
 
     def put_scalars(
@@ -114,8 +114,7 @@ class EventStorage:
         values = values[values.isfinite()]
         if len(values):
             low, high = values.min().item(), values.max().item()
-            margin = 0.0 if high > low else 1e-3 * max(1.0, abs(low))
-            counts, edges = torch.histogram(values, bins, range=(low - margin, high + margin))
+            counts, edges = torch.histogram(values, bins)  # widens a range of one value itself
             sums = {"sum": values.sum().item(), "sum_squares": values.square().sum().item()}
             buckets = {"bucket_limits": edges[1:].tolist(), "bucket_counts": counts.tolist()}
             what = {"tag": self._prefix + hist_name, "global_step": self.iter, "num": len(values)}
