@@ -105,13 +105,13 @@ class IterationTimer:
     def __init__(self, data_loader, batch_size):
         self._data_loader, self._batch_size = data_loader, batch_size
         self._start, self._num_iters = None, 0  # since the last lap
-        self.data_time = torch.zeros((), dtype=torch.float64)  # of the last wait
+        self.data_time = torch.zeros(())  # of the last wait
 
     def __iter__(self):
         start = time.perf_counter()
         for item in self._data_loader:
             now = time.perf_counter()
-            self.data_time = torch.tensor(now - start, dtype=torch.float64)
+            self.data_time = torch.scalar_tensor(now - start)
             self._start = self._start or start
             self._num_iters += 1
             yield item

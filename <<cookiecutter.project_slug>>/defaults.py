@@ -52,9 +52,11 @@ _C.SOLVER.NESTEROV = False  # SGD
 _C.SOLVER.BETAS = (0.9, 0.999)  # AdamW
 _C.SOLVER.WEIGHT_DECAY = 1e-4
 _C.SOLVER.WEIGHT_DECAY_NORM = 0.0  # of normalization layers
-_C.SOLVER.WEIGHT_DECAY_BIAS = 0.0  # of biases elsewhere
+_C.SOLVER.WEIGHT_DECAY_BIAS = -1.0  # of biases elsewhere; negative: as WEIGHT_DECAY
 _C.SOLVER.BIAS_LR_FACTOR = 1.0  # times BASE_LR, of all biases
 _C.SOLVER.CLIP_GRAD_NORM = math.inf  # largest norm of all gradients together; inf: off
+_C.SOLVER.NONFINITE = "raise"  # a loss or gradient that is not finite: "raise", or "skip" the step
+_C.SOLVER.MAX_SKIPS = 10  # so many skipped steps in a row are an error
 _C.SOLVER.LR_SCHEDULER_NAME = "cosine"  # "constant", "multistep", "cosine"
 _C.SOLVER.BASE_LR_END = 0.0  # cosine: the rate at MAX_ITER
 _C.SOLVER.STEPS = (600, 900)  # multistep: iterations at which the rate is multiplied by GAMMA
@@ -82,6 +84,7 @@ _CHOICES = {
     "DATASETS.TEST": ("digits_train", "digits_test"),
     "SOLVER.OPTIMIZER": ("SGD", "AdamW"),
     "SOLVER.LR_SCHEDULER_NAME": ("constant", "multistep", "cosine"),
+    "SOLVER.NONFINITE": ("raise", "skip"),
     "SOLVER.WARMUP_METHOD": ("linear", "constant"),
     "SOLVER.AMP.DTYPE": ("bfloat16", "float16"),
     "TEST.BEST_MODE": ("max", "min"),
@@ -101,9 +104,9 @@ _AT_LEAST = {
     "SOLVER.BETAS": 0,
     "SOLVER.WEIGHT_DECAY": 0,
     "SOLVER.WEIGHT_DECAY_NORM": 0,
-    "SOLVER.WEIGHT_DECAY_BIAS": 0,
     "SOLVER.BIAS_LR_FACTOR": 0,
     "SOLVER.BASE_LR_END": 0,
+    "SOLVER.MAX_SKIPS": 1,
     "SOLVER.STEPS": 0,
     "SOLVER.WARMUP_ITERS": 0,
     "SOLVER.WARMUP_FACTOR": 0,

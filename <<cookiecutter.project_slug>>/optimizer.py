@@ -6,7 +6,9 @@ import math
 
 import torch
 from torch import nn
+from torch.nn.utils import clip_grads_with_norm_
 
+from plumbing.events import get_event_storage
 from plumbing.solver import keep_settings_on_load
 
 NORM_LAYERS = nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm
@@ -39,7 +41,8 @@ def parameter_groups(cfg, model):
             seen.add(parameter)
             lr, decay = solver.BASE_LR, solver.WEIGHT_DECAY
             if name == "bias":
-                lr, decay = lr * solver.BIAS_LR_FACTOR, solver.WEIGHT_DECAY_BIAS
+                lr *= solver.BIAS_LR_FACTOR
+                decay = decay if solver.WEIGHT_DECAY_BIAS < 0 else solver.WEIGHT_DECAY_BIAS
             if isinstance(module, NORM_LAYERS):
                 decay = solver.WEIGHT_DECAY_NORM
             group = groups.setdefault((lr, decay), {"lr": lr, "weight_decay": decay, "params": []})
@@ -121,10 +124,59 @@ def with_warmup(shape, iters, start, method):
     return factor
 
 
-def build_grad_scaler(cfg):
-    """Scales losses in float16 mixed precision; otherwise passes everything through."""
-    float16 = cfg.SOLVER.AMP.ENABLED and cfg.SOLVER.AMP.DTYPE == "float16"
-    return torch.amp.GradScaler(cfg.MODEL.DEVICE, enabled=float16)
+def build_grad_scaler(cfg, model):
+    amp = cfg.SOLVER.AMP
+    float16 = amp.ENABLED and amp.DTYPE == "float16"
+    if cfg.SOLVER.NONFINITE == "skip":
+        return SkippingScaler(cfg.MODEL.DEVICE, float16, model, cfg.SOLVER.MAX_SKIPS)
+    return GradScaler(cfg.MODEL.DEVICE, float16)
+
+
+class GradScaler(torch.amp.GradScaler):
+    """torch's: scales losses in float16, and leaves out steps that overflow; otherwise nothing."""
+
+    def __init__(self, device, enabled):
+        super().__init__(device, enabled=enabled)
+        self.finite = ("loss",) if enabled else ("loss", "grad_norm")  # for EventStorage.reduce
+
+
+class SkippingScaler(GradScaler):
+    """Leaves out each step whose gradients are not finite; ``max_skips`` in a row are an error.
+
+    The gradients are those of all ranks, so all leave it out.  Floating point buffers, such as
+    batch-norm statistics, keep their values as well.  Nothing is read: the fused optimizers look at
+    ``found_inf`` on the device.
+    """
+
+    def __init__(self, device, enabled, model, max_skips):
+        super().__init__(device, enabled)
+        self.finite = ("skips_in_a_row",)
+        self.max_skips = max_skips
+        self.buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+        self.kept = None
+        self.skips = self.in_a_row = torch.zeros((), device=device)
+
+    def step(self, optimizer):
+        bad = ~grad_norm_of(optimizer).isfinite()
+        optimizer.grad_scale, optimizer.found_inf = None, bad.float().reshape(1)
+        super().step(optimizer)
+        with torch.no_grad():
+            for buffer, kept in zip(self.buffers, self.kept or self.buffers):
+                buffer.copy_(torch.where(bad, kept, buffer))
+        self.kept = [buffer.clone() for buffer in self.buffers]
+        self.skips, self.in_a_row = self.skips + bad, (self.in_a_row + 1) * bad
+        too_many = torch.where(self.in_a_row < self.max_skips, self.in_a_row, math.inf)
+        get_event_storage().put_scalars(skips_in_a_row=too_many, skips=self.skips)
+
+    def state_dict(self):
+        mine = {"skips": self.skips, "in_a_row": self.in_a_row}
+        return {**super().state_dict(), **mine}
+
+    def load_state_dict(self, state):
+        self.skips, self.in_a_row = (
+            state.get(name, torch.zeros(())).to(self.skips.device) for name in ("skips", "in_a_row")
+        )
+        super().load_state_dict(state)
 
 
 def build_autocast(cfg):
@@ -132,3 +184,22 @@ def build_autocast(cfg):
     dtype = torch.float16 if cfg.SOLVER.AMP.DTYPE == "float16" else torch.bfloat16
     autocast = torch.autocast(cfg.MODEL.DEVICE, dtype)
     return autocast if cfg.SOLVER.AMP.ENABLED else contextlib.nullcontext()
+
+
+def clip_grad_norm_(optimizer, max_norm):
+    """Scale all gradients together down to a norm of ``max_norm`` (inf: never).
+
+    Returns their norm before, a tensor: nothing is read.  torch.nn.utils.clip_grad_norm_ gives the
+    same, but multiplies also by 1.
+    """
+    norm = grad_norm_of(optimizer)
+    if max_norm < math.inf:
+        for group in optimizer.param_groups:
+            clip_grads_with_norm_(group["params"], max_norm, norm)
+    return norm
+
+
+def grad_norm_of(optimizer):
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))

@@ -13,7 +13,6 @@ import logging
 import os
 
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grad_norm_
 
 from data import IterationTimer, build_test_loader, build_train_loader
 from defaults import check_cfg, get_cfg, save_cfg
@@ -30,6 +29,7 @@ from optimizer import (
     build_grad_scaler,
     build_lr_scheduler,
     build_optimizer,
+    clip_grad_norm_,
 )
 from plumbing import comm
 from plumbing.checkpoint import BestCheckpointer, Checkpointer, PeriodicCheckpointer
@@ -84,7 +84,7 @@ def do_train(cfg, model, resume=False):
     model.train()
     optimizer = build_optimizer(cfg, model)
     scheduler = build_lr_scheduler(cfg, optimizer)
-    scaler = build_grad_scaler(cfg)  # does nothing unless SOLVER.AMP is float16
+    scaler = build_grad_scaler(cfg, model)  # does nothing unless float16, or told to skip
     autocast = build_autocast(cfg)
 
     checkpointer = Checkpointer(
@@ -122,7 +122,7 @@ def do_train(cfg, model, resume=False):
                 storage.put_scalars(total_loss=losses, **loss_dict)
 
             scaler.unscale_(optimizer)
-            grad_norm = clip_grad_norm_(model.parameters(), cfg.SOLVER.CLIP_GRAD_NORM)
+            grad_norm = clip_grad_norm_(optimizer, cfg.SOLVER.CLIP_GRAD_NORM)
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
@@ -133,7 +133,7 @@ def do_train(cfg, model, resume=False):
             # Log before saving: a loss that is not finite raises here, on all ranks.
             stop = stop_request.agreed(iteration)
             if stop or is_due(iteration, max_iter, *periods):
-                storage.reduce(grad_may_overflow=scaler.is_enabled())
+                storage.reduce(finite=scaler.finite)
                 storage.put_scalars(data_loader.lap(), smoothing_hint=False)
                 for writer in writers:
                     writer.write()
@@ -162,7 +162,8 @@ def setup(args):
     cfg.MODEL.DEVICE = device.type
     comm.init_process_group(device, cfg.TIMEOUT_SECONDS)
     may_exist = args.resume or args.eval_only
-    setup_run(cfg.OUTPUT_DIR, may_exist, cfg.FLOAT32_PRECISION, cfg.CUDNN_BENCHMARK)
+    restarted = setup_run(cfg.OUTPUT_DIR, may_exist, cfg.FLOAT32_PRECISION, cfg.CUDNN_BENCHMARK)
+    args.resume = args.resume or restarted
     freeze_settings(cfg, args.resume)
     set_random_state(cfg.SEED)
     return cfg

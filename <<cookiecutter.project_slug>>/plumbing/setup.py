@@ -7,7 +7,6 @@ import platform
 import random
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -60,9 +59,12 @@ def set_random_state(seed: int, iteration: int = 0, rank: int = 0) -> None:
     random.seed(mixed)
 
 
-def setup_run(output_dir: str, may_exist: bool, float32_precision: str, benchmark: bool) -> None:
-    """Make the folder of a run, start the log, set up the backends.  Collective."""
-    comm.from_main_process(lambda: _make_folder(output_dir, may_exist))
+def setup_run(output_dir: str, may_exist: bool, float32_precision: str, benchmark: bool) -> bool:
+    """Make the folder of a run, start the log, set up the backends.  Collective.
+
+    Returns whether torchrun has started this run before, in the folder, and now starts it again.
+    """
+    restarted = comm.from_main_process(lambda: _make_folder(output_dir, may_exist))
     rank = comm.get_rank()
     path = os.path.join(output_dir, f"log.txt.rank{rank}" if rank else "log.txt")
     screen = [] if rank else [logging.StreamHandler(sys.stdout)]
@@ -72,19 +74,27 @@ def setup_run(output_dir: str, may_exist: bool, float32_precision: str, benchmar
     logger.info("Environment:\n%s", _describe_environment())
     torch.set_float32_matmul_precision(float32_precision)
     torch.backends.cudnn.benchmark = benchmark
+    return restarted
 
 
-def _make_folder(folder: str, may_exist: bool) -> None:
-    try:
-        os.makedirs(folder, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            names = sorted(os.listdir(folder))
-    except OSError as error:
-        raise SettingsError(f"OUTPUT_DIR: cannot write to {folder}: {error.strerror}") from None
+def _make_folder(folder: str, may_exist: bool) -> bool:
+    note, launcher = os.path.join(folder, "launcher.txt"), f"{platform.node()} {os.getppid()}\n"
+    names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+    restarted = False
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and "launcher.txt" in names:
+        with open(note) as file:
+            restarted = file.read() == launcher  # the same torchrun
     run = [n for n in names if n.endswith(".pth") or n in ("last_checkpoint", "metrics.json")]
-    if run and not may_exist:
+    if run and not (may_exist or restarted):
         advice = "add --resume to go on with it, or choose another folder"
         raise SettingsError(f"OUTPUT_DIR: {folder} holds a run ({run[0]}): {advice}")
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with open(note, "a" if may_exist else "w") as file:
+            file.write("" if may_exist else launcher)
+    except OSError as error:
+        raise SettingsError(f"OUTPUT_DIR: cannot write to {folder}: {error.strerror}") from None
+    return restarted
 
 
 def _describe_environment() -> str:

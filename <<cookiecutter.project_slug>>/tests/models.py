@@ -21,14 +21,24 @@ class Tiny(nn.Module):
 
 
 class Faulty(Tiny):
-    """Its loss is not a number in one iteration on one rank."""
+    """Its loss, or only its gradient, is not a number in one or more iterations on one rank."""
 
-    def __init__(self, iteration, rank):
+    def __init__(self, iteration, rank, only_gradient=False):
         super().__init__()
-        self.fault = iteration, rank
+        self.iterations = {iteration} if isinstance(iteration, int) else set(iteration)
+        self.rank, self.only_gradient = rank, only_gradient
+        self.norm = nn.BatchNorm1d(16, affine=False)  # its statistics must stay finite as well
 
     def forward(self, data):
         result = super().forward(data)
-        if self.training and (get_event_storage().iter, comm.get_rank()) == self.fault:
-            result["loss_cls"] = result["loss_cls"] * math.nan
+        if self.training:
+            bad = comm.get_rank() == self.rank and get_event_storage().iter in self.iterations
+            images = data["images"].flatten(1)[:, :16]
+            self.norm(images * math.nan if bad else images)
+            if bad and self.only_gradient:
+                weight = self.layers[0].weight
+                zero = (weight - weight.detach()).abs().sqrt().sum()  # of infinite slope
+                result["loss_cls"] = result["loss_cls"] + zero
+            elif bad:
+                result["loss_cls"] = result["loss_cls"] * math.nan
         return result

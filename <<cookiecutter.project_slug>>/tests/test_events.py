@@ -410,11 +410,11 @@ def test_a_loss_or_gradient_that_is_not_finite_is_an_error_that_tells_when_and_w
 def test_other_values_may_be_infinite_and_a_float16_gradient_too():
     storage = EventStorage()
     storage.put_scalars(accuracy=scalar(math.nan), grad_norm=scalar(math.inf), loss=scalar(1))
-    storage.reduce(grad_may_overflow=True)
+    storage.reduce(finite=("loss",))
     assert storage.latest()["grad_norm"] == (math.inf, 0)
     storage.put_scalar("loss", scalar(math.inf))
     with pytest.raises(NonFiniteError):
-        storage.reduce(grad_may_overflow=True)
+        storage.reduce(finite=("loss",))
 
 
 def test_tensors_are_read_in_time_even_if_nothing_is_ever_due():

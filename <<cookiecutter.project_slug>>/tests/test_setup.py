@@ -219,7 +219,8 @@ def test_a_folder_that_holds_no_run_is_taken(start, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "notes.txt").write_text("kept")
     folder = start()
-    assert sorted(path.name for path in folder.iterdir()) == ["log.txt", "notes.txt"]
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["launcher.txt", "log.txt", "notes.txt"]
 
 
 def test_a_folder_that_cannot_be_made_is_an_error_in_one_line(start, tmp_path):

@@ -73,9 +73,9 @@ def test_every_kind_of_norm_is_known(norm):
 
 def test_equal_settings_share_a_group():
     model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(5)])
-    for decay, number in ((1.0, 2), (0.0, 1)):
-        optimizer = build_optimizer(settings(WEIGHT_DECAY=decay), model)
-        assert len(optimizer.param_groups) == number
+    for bias_decay, number in ((0.0, 2), (1.0, 1), (-1.0, 1)):
+        cfg = settings(WEIGHT_DECAY=1.0, WEIGHT_DECAY_BIAS=bias_decay)
+        assert len(build_optimizer(cfg, model).param_groups) == number
 
 
 def test_frozen_parameters_are_left_out_and_shared_ones_count_once():
@@ -349,7 +349,7 @@ def test_a_scaler_that_is_off_passes_everything_through():
     for amp, dtype in ((False, "float16"), (True, "bfloat16")):
         cfg = settings(MOMENTUM=0.0, BASE_LR=1.0, WEIGHT_DECAY=0.0)
         cfg.SOLVER.AMP.ENABLED, cfg.SOLVER.AMP.DTYPE = amp, dtype
-        scaler = build_grad_scaler(cfg)
+        scaler = build_grad_scaler(cfg, model)
         assert not scaler.is_enabled()
         loss = model(torch.ones(1)).sum()
         assert scaler.scale(loss) is loss
@@ -368,7 +368,8 @@ def test_a_scaler_that_is_off_passes_everything_through():
 def test_float16_scales_the_loss_and_skips_a_step_that_overflows():
     cfg = settings(MOMENTUM=0.0, BASE_LR=1.0)
     cfg.SOLVER.AMP.ENABLED, cfg.SOLVER.AMP.DTYPE = True, "float16"
-    scaler, model = build_grad_scaler(cfg), nn.Linear(1, 1, bias=False)
+    model = nn.Linear(1, 1, bias=False)
+    scaler = build_grad_scaler(cfg, model)
     optimizer, before = build_optimizer(cfg, model), model.weight.item()
     scaler.scale(model(torch.full((1,), math.inf)).sum()).backward()
     scaler.unscale_(optimizer)

@@ -362,6 +362,47 @@ def test_a_loss_that_is_not_finite_on_one_rank_ends_both(on_ranks, tmp_path):
     assert [path.name for path in (tmp_path / "run").glob("*.pth")] == ["model_0000002.pth"]
 
 
+def train_skipping(output, iterations, max_skips, only_gradient):
+    words = f"{TINY} SOLVER.NONFINITE skip SOLVER.MAX_SKIPS {max_skips}"
+    model = Faulty(iterations, comm.get_world_size() - 1, only_gradient)
+    train_with(model, output, words)
+    finite = all(value.isfinite().all() for value in model.state_dict().values())
+    return {"digest": digest(model), "finite": bool(finite)}
+
+
+def digest(model):
+    return [value.double().sum().item() for value in model.layers.state_dict().values()]
+
+
+@pytest.mark.parametrize("only_gradient", [False, True])
+def test_a_step_that_is_not_finite_is_skipped_by_all_ranks(on_ranks, tmp_path, only_gradient):
+    ranks = on_ranks(2, train_skipping, tmp_path / "run", [3, 7], 2, only_gradient)
+    assert [rank.code for rank in ranks] == [0, 0], ranks[0].printed
+    assert ranks[0].result == ranks[1].result
+    assert ranks[0].result["finite"]
+    assert rows_of(tmp_path / "run")[-1]["skips"] == 2
+    assert rows_of(tmp_path / "run")[-1]["skips_in_a_row"] == 0
+    assert non_finite_files(tmp_path / "run") == []
+
+
+def test_a_skipped_step_changes_nothing(tmp_path):
+    one = train_skipping(tmp_path / "skipped", [11], 2, False)
+    state = checkpoint_of(tmp_path / "skipped")
+    words = f"{TINY} SOLVER.MAX_ITER 11 SOLVER.LR_SCHEDULER_NAME constant"
+    train_with(model := Faulty([], 0), tmp_path / "short", words)
+    words = f"{TINY} SOLVER.LR_SCHEDULER_NAME constant SOLVER.NONFINITE skip"
+    train_with(skipped := Faulty([11], 0), tmp_path / "long", words)
+    assert digest(skipped) == digest(model)
+    assert one["finite"]
+    assert state["scaler"]["skips"] == 1
+
+
+def test_too_many_skips_in_a_row_end_the_run(tmp_path):
+    train_skipping(tmp_path / "enough", [3, 4, 6, 7], 3, False)
+    with pytest.raises(comm.NonFiniteError, match="iteration 8 .*skips_in_a_row inf"):
+        train_skipping(tmp_path / "run", [6, 7, 8], 3, False)
+
+
 DRIVER = """
 import sys
 sys.path[:0] = {paths}

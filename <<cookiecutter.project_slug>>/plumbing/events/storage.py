@@ -2,7 +2,7 @@ import contextlib
 import math
 import zlib
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import repeat
 from typing import Any
 
@@ -93,7 +93,7 @@ class EventStorage:
             value = value.detach() if fresh else value.detach().clone()
             self._waiting.append((name, iteration, value))
             if len(self._waiting) >= _WAITING_LENGTH:
-                self.reduce(grad_may_overflow=True)
+                self.reduce(finite=("loss",))
         self._hints[name] = smoothing_hint
 
     def put_scalars(
@@ -132,10 +132,9 @@ class EventStorage:
 
     def histories(self) -> dict[str, HistoryBuffer]:
         if unread := self._waiting[len(self._read) :]:
-            names, iterations, tensors = zip(*unread)
-            values = _to_vector(tensors).tolist()
-            for put in zip(names, values, iterations):
-                self._record(*put)
+            values = _read([tensor for _, _, tensor in unread])
+            for (name, iteration, _), value in zip(unread, values):
+                self._record(name, value, iteration)
             self._read += values
         return self._histories
 
@@ -158,10 +157,10 @@ class EventStorage:
     def smoothing_hints(self) -> dict[str, bool]:
         return self._hints
 
-    def reduce(self, grad_may_overflow: bool = False) -> None:
+    def reduce(self, finite: tuple[str, ...] = ("loss", "grad_norm")) -> None:
         """Read all that waits: means over the ranks, of ``*_time`` the maximum.  Collective.
 
-        A loss or, unless ``grad_may_overflow``, grad_norm that is not finite is a NonFiniteError.
+        On all ranks it is a NonFiniteError if a name with a part in ``finite`` is not, on any rank.
         """
         names, iterations, tensors = zip(*self._waiting) if self._waiting else ((), (), ())
         if comm.get_world_size() == 1:
@@ -172,15 +171,14 @@ class EventStorage:
                 self._puts.pop(name, None)
                 while self._histories[name].latest_iteration() >= iteration:
                     self._histories[name].pop()
-            ranks = _gather_vectors(_to_vector(tensors), names)
+            ranks = _gather(_read(tensors), names)
             for name, iteration, *values in zip(names, iterations, *ranks):
                 slowest = name.endswith("_time")
                 self._record(name, max(values) if slowest else sum(values) / len(values), iteration)
         self._waiting, self._read = [], []
         if not math.isfinite(sum(map(sum, ranks))):
-            checked = ("loss",) if grad_may_overflow else ("loss", "grad_norm")
             puts = [zip(iterations, names, repeat(rank), v) for rank, v in enumerate(ranks)]
-            self._require_finite([put for rank in puts for put in rank], checked)
+            self._require_finite([put for rank in puts for put in rank], finite)
 
     def _require_finite(self, puts: list[tuple[int, str, int, float]], checked: tuple) -> None:
         bad = [put for put in puts if not math.isfinite(put[3])]
@@ -197,14 +195,15 @@ class EventStorage:
             )
 
     def _record(self, name: str, value: float, iteration: int) -> None:
-        history = self._histories.setdefault(name, HistoryBuffer(_HISTORY_LENGTH))
-        newest, total, count = self._puts.get(name, (None, 0.0, 0))
-        if newest != iteration:
-            total, count = 0.0, 0
-        if history.latest_iteration() == iteration:
+        history = self._histories.get(name)
+        if history is None:
+            history = self._histories[name] = HistoryBuffer(_HISTORY_LENGTH)
+        elif history.latest_iteration() == iteration:
             history.pop()
-        self._puts[name] = iteration, total + value, count + 1
-        history.update((total + value) / (count + 1), iteration)
+        newest, total, count = self._puts.get(name, (None, 0.0, 0))
+        total, count = (total + value, count + 1) if newest == iteration else (value, 1)
+        self._puts[name] = iteration, total, count
+        history.update(total / count, iteration)
 
     def state_dict(self) -> dict:
         histories = {name: history.state_dict() for name, history in self.histories().items()}
@@ -217,25 +216,23 @@ class EventStorage:
             self._histories[name].load_state_dict(history)
 
 
-def _to_vector(tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """Join tensors of one element each, on a GPU if any is on it; float64."""
-    device = max((tensor.device for tensor in tensors), key=lambda d: d.type, default="cpu")
-    parts = [tensor.reshape(1).to(device) for tensor in tensors]
-    return torch.cat([torch.zeros(0, dtype=torch.float64, device=device), *parts])
+def _read(tensors: Sequence[torch.Tensor]) -> list[float]:
+    """The values of tensors of one element; those on a GPU come in one copy."""
+    on_gpu = [tensor.reshape(()).double() for tensor in tensors if tensor.is_cuda]
+    copied = iter(torch.stack(on_gpu).tolist() if on_gpu else ())
+    return [next(copied) if tensor.is_cuda else tensor.item() for tensor in tensors]
 
 
-def _gather_vectors(vector: torch.Tensor, names: tuple[str, ...]) -> list[list[float]]:
+def _gather(values: list[float], names: Sequence[str]) -> list[list[float]]:
     """The values of each rank; a message has one length and says what is in it."""
-    if comm.get_world_size() == 1:
-        return [vector.tolist()]
     label, ranks = float(zlib.crc32(repr(names).encode())), []
-    for part in vector.split(_MESSAGE_LENGTH - 1):
-        message = vector.new_full((_MESSAGE_LENGTH,), label)
+    for part in torch.tensor(values, dtype=torch.float64).split(_MESSAGE_LENGTH - 1):
+        message = torch.full((_MESSAGE_LENGTH,), label, dtype=torch.float64)
         message[1 : 1 + len(part)] = part
         received = comm.gather_tensor(message).tolist()
         if any(other[0] != label for other in received):
             comm.require_same_keys(list(names), "EventStorage.reduce")
         ranks = ranks or [[] for _ in received]
-        for values, other in zip(ranks, received):
-            values += other[1 : 1 + len(part)]
+        for numbers, other in zip(ranks, received):
+            numbers += other[1 : 1 + len(part)]
     return ranks
