@@ -7,7 +7,7 @@ OLD := build/cookiecutter-2.6.0
 
 export PYTHONDONTWRITEBYTECODE := 1
 
-.PHONY: help demo test bench lint clean
+.PHONY: help demo test bench soak lint clean
 .DELETE_ON_ERROR:
 
 help:  ## list these commands
@@ -32,6 +32,11 @@ bench: .venv/installed  ## run the measuring programs
 	@for program in tests/bench/*.py; do \
 	    test -e "$$program" || { echo "tests/bench holds no program yet"; break; }; \
 	    echo "$$program" && $(BIN)/python "$$program" || exit 1; done
+
+KILLS ?= 100
+SEED ?= 0
+soak: .venv/installed  ## kill and resume trainings at random: KILLS=100 SEED=0
+	OMP_NUM_THREADS=1 $(BIN)/python tests/soak.py --kills $(KILLS) --seed $(SEED)
 
 lint: .venv/installed  ## check the style of all Python
 	$(BIN)/ruff check --no-cache hooks tests '$(PROJECT)'

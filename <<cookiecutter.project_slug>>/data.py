@@ -15,15 +15,33 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset
 from plumbing.comm import SettingsError
 from plumbing.preemption import ignore_signals
 from plumbing.samplers import InferenceSampler, TrainingBatchSampler, random_bits
+from plumbing.setup import set_random_state
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 
 
-class Digits(Dataset):
-    """Handwritten digits (assets/digits.txt), fetched a batch at a time.
+class SeededSamples(Dataset):
+    """Makes any data set with ``__getitem__(index)`` one for the keys of plumbing.samplers.
 
-    A data set that loads each sample by itself has ``__getitem__(key)`` instead of
-    ``__getitems__``, and its loader no ``collate_fn``.
+    torch's, numpy's and Python's generators are set before each sample, as a function of (seed,
+    epoch, index): so random transforms of any kind are the same after a resume, and for any number
+    of workers.  Its loader takes no ``collate_fn``, or one for the list of samples.
+    """
+
+    def __init__(self, dataset, seed):
+        self.dataset, self.seed = dataset, seed
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __getitem__(self, key):
+        epoch, index = map(int, key)
+        set_random_state(self.seed, epoch, index)
+        return self.dataset[index]
+
+
+class Digits(Dataset):
+    """Handwritten digits (assets/digits.txt), fetched and augmented a batch at a time.
 
     Args:
         seed, max_shift: images are shifted by up to ``max_shift`` pixels in both directions, as a

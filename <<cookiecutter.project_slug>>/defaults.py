@@ -1,7 +1,8 @@
 """Every setting, with its meaning and unit.  cfg.yaml and the command line change them.
 
-Periods are in iterations; an iteration is one step of the optimizer, counted from 0.  The last
-iteration always counts; a period of 0 means only then, a negative one never.
+A default is a bool, a number, a text, or a tuple of one of these; it tells what a setting may be.
+The limits are further down.  Periods are in iterations; an iteration is one step of the optimizer,
+counted from 0.  The last one always counts; a period of 0 means only then, a negative one never.
 """
 
 import math
@@ -62,7 +63,7 @@ _C.SOLVER.BASE_LR_END = 0.0  # cosine: the rate at MAX_ITER
 _C.SOLVER.STEPS = (600, 900)  # multistep: iterations at which the rate is multiplied by GAMMA
 _C.SOLVER.GAMMA = 0.1
 _C.SOLVER.WARMUP_ITERS = 0  # iterations; 0: no warm-up
-_C.SOLVER.WARMUP_FACTOR = 0.001  # first rate, as a part of the schedule's
+_C.SOLVER.WARMUP_FACTOR = 0.001  # of the schedule's rate, in the first iteration
 _C.SOLVER.WARMUP_METHOD = "linear"  # or "constant": WARMUP_FACTOR throughout
 _C.SOLVER.CHECKPOINT_PERIOD = 200
 _C.SOLVER.CHECKPOINTS_TO_KEEP = 2  # the newest ones; the final and the best are kept besides

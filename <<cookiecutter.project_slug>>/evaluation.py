@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from plumbing import comm
 from plumbing.checkpoint.files import write_atomically
-from plumbing.events import get_event_storage, has_event_storage
+from plumbing.events import EventStorage, get_event_storage, has_event_storage
 
 logger = logging.getLogger(__name__)
 
@@ -83,11 +83,14 @@ def _enlarge(image, factor):
 
 @contextlib.contextmanager
 def inference_context(model):
-    """Evaluation mode, no gradients, buffers averaged over the ranks; all of it only inside."""
+    """Evaluation mode, no gradients, buffers averaged over the ranks; all of it only inside.
+
+    What the model puts into the storage meanwhile is dropped: it is not of the training.
+    """
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        with torch.no_grad(), comm.averaged_buffers(model):
+        with torch.no_grad(), comm.averaged_buffers(model), EventStorage():
             yield
     finally:
         for module, training in modes:

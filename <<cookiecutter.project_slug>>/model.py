@@ -11,11 +11,13 @@ def build_model(cfg):
 
 def sum_losses(loss_dict):
     """The sum of the entries with "loss" in their name: what is minimized."""
-    losses = [loss for name, loss in loss_dict.items() if "loss" in name]
-    if not losses or "total_loss" in loss_dict:
+    is_dict = isinstance(loss_dict, dict)
+    losses = [loss for name, loss in loss_dict.items() if "loss" in name] if is_dict else []
+    if not losses or "total_loss" in loss_dict or any(loss.ndim for loss in losses):
+        got = {k: tuple(v.shape) for k, v in loss_dict.items()} if is_dict else type(loss_dict)
         raise ValueError(
-            'the model must return a dict of scalar tensors, one or more of them with "loss" in its'
-            f" name, none called total_loss, which is their sum; got {list(loss_dict)}"
+            'in training the model must return a dict of scalar tensors, one or more with "loss" in'
+            f" the name, none called total_loss, which is their sum; got {got}"
         )
     return sum(losses)
 

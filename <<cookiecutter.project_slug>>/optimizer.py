@@ -2,14 +2,15 @@
 
 import bisect
 import contextlib
+import logging
 import math
 
 import torch
 from torch import nn
 from torch.nn.utils import clip_grads_with_norm_
 
+from plumbing.comm import SettingsError
 from plumbing.events import get_event_storage
-from plumbing.solver import keep_settings_on_load
 
 NORM_LAYERS = nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm
 
@@ -64,6 +65,28 @@ def build_lr_scheduler(cfg, optimizer):
     return LRMultiplier(optimizer, warm)
 
 
+def keep_settings_on_load(optimizer, saved):
+    """On a resume the state comes from the file, by parameter names; the settings stay."""
+    named = [zip(group["param_names"], group["params"]) for group in saved["param_groups"]]
+    state_of = {name: saved["state"].get(i) for group in named for name, i in group}
+    groups = optimizer.state_dict()["param_groups"]
+    if groups[0].keys() != saved["param_groups"][0].keys():
+        kind = type(optimizer).__name__
+        raise SettingsError(f"--resume: another optimizer than {kind} was saved: go back to it")
+    state, new = {}, []
+    for group, own in zip(groups, optimizer.param_groups):
+        for i, name, parameter in zip(group["params"], own["param_names"], own["params"]):
+            state[i] = state_of.get(name)
+            if state[i] is None and saved["state"]:
+                new.append(name)
+                # The fused SGD wants a momentum for all parameters or for none.
+                sgd = isinstance(optimizer, torch.optim.SGD)
+                state[i] = {"momentum_buffer": torch.zeros_like(parameter)} if sgd else None
+    if new:
+        logging.getLogger(__name__).warning("The optimizer starts anew for %s", ", ".join(new))
+    return {"state": {i: s for i, s in state.items() if s is not None}, "param_groups": groups}
+
+
 class LRMultiplier:
     """Sets the learning rate of each group to its first one times ``factor(iteration)``."""
 
@@ -110,16 +133,16 @@ def cosine(max_iter, end):
 
 
 def with_warmup(shape, iters, start, method):
-    """``shape`` from iteration ``iters`` on; before, a rise from ``start`` times its first value.
+    """``shape``, in iterations before ``iters`` times a factor that rises from ``start`` to 1.
 
-    The rise is a line that meets the shape ("linear"), or stays at its start ("constant").
+    It rises along a line ("linear"), or at the end only ("constant").
     """
 
     def factor(iteration):
         if iteration >= iters:
             return shape(iteration)
-        first, last = start * shape(0), shape(iters)
-        return first + (last - first) * (iteration / iters if method == "linear" else 0.0)
+        progress = iteration / iters if method == "linear" else 0.0
+        return shape(iteration) * (start + (1 - start) * progress)
 
     return factor
 

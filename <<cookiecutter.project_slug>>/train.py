@@ -2,8 +2,8 @@
 
     python train.py --config cfg.yaml                               one process, on a GPU or the CPU
     torchrun --nproc_per_node 8 train.py --config cfg.yaml          8 processes on one machine
-    torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29500 \
-        train.py --config cfg.yaml                                  the same on each of 2 machines
+    torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29500 [...]
+                                                                    the same on each of 2 machines
 
 Add --resume to go on with a run, --eval-only to train nothing, KEY VALUE to change a setting.
 """
@@ -56,17 +56,18 @@ def do_test(cfg, model):
     results = {}
     for name in cfg.DATASETS.TEST:
         evaluator = build_evaluator(cfg, name)
+        evaluator.reset()
         with inference_context(model):
             for data in build_test_loader(cfg, name):
                 evaluator.process(data, model(data))
-        numbers = evaluator.evaluate()
+        numbers = evaluator.evaluate() or {}
         log_results(name, numbers)
         results.update((f"{name}/{key}", value) for key, value in numbers.items())
     return results
 
 
 def catch_up(cfg, model, iteration, periods, writers, best_checkpointer):
-    """After a resume: what else an iteration has to do, for the run may have ended at its save."""
+    """On a resume: what the loop does after a save, for the run may have ended before it could."""
     storage, results = get_event_storage(), {}
     storage.iter = iteration
     if is_due(iteration, cfg.SOLVER.MAX_ITER, cfg.TEST.EVAL_PERIOD):

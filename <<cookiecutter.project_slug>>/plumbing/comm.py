@@ -5,6 +5,8 @@ All ranks must call a function marked "collective" at one point; the others neve
 
 import contextlib
 import os
+import time
+import uuid
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -27,9 +29,30 @@ class NonFiniteError(FloatingPointError):
 def init_process_group(device: torch.device, timeout_seconds: float) -> None:
     """Join the ranks that torchrun started; nothing to do in a single process.  Collective."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
-        gpu = {"backend": "cpu:gloo,cuda:nccl", "device_id": device}
-        where = gpu if device.type == "cuda" else {"backend": "gloo"}
-        dist.init_process_group(timeout=timedelta(seconds=timeout_seconds), **where)
+        is_gpu = device.type == "cuda"
+        timeout = timedelta(seconds=timeout_seconds)
+        store, *ranks = next(dist.rendezvous("env://", timeout=timeout))
+        store = dist.PrefixStore(_agree_on_prefix(store, *ranks), store)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if is_gpu else "gloo", device_id=device if is_gpu else None,
+            store=store, rank=ranks[0], world_size=ranks[1], timeout=timeout,
+        )  # fmt: skip
+
+
+def _agree_on_prefix(store: dist.Store, rank: int, size: int) -> str:
+    """Ranks that torchrun restarts find the old addresses in its store: they need new keys."""
+    token, others = uuid.uuid4().hex, range(1, size)
+    if rank > 0:
+        store.set(f"hello {rank}", token)
+        token = store.get(f"answer {token}").decode()  # waits for it
+        store.set(f"{token} {rank}", "joined")
+        return token
+    while not store.check([f"{token} {other}" for other in others]):
+        for other in others:
+            if store.check([f"hello {other}"]):
+                store.set(f"answer {store.get(f'hello {other}').decode()}", token)
+        time.sleep(0.02)
+    return token
 
 
 def get_world_size() -> int:
@@ -105,8 +128,8 @@ def require_same_keys(keys: list, what: str) -> None:
     every = all_gather(keys)
     if any(other != every[0] for other in every):
         common = set(every[0]).intersection(*every)
-        extra = {f"rank {rank}": sorted(set(other) - common) for rank, other in enumerate(every)}
-        raise ValueError(f"{what}: all ranks must put the same, in one order; but only {extra}")
+        extra = {f"rank {i}": f"{len(o)}, {set(o) - common or ''}" for i, o in enumerate(every)}
+        raise ValueError(f"{what}: all ranks must put the same in one order, but put {extra}")
 
 
 def reduce_dict(input_dict: dict, average: bool = True) -> dict:

@@ -1,7 +1,9 @@
 """Stopping by a signal, all ranks after the same iteration."""
 
+import atexit
 import contextlib
 import itertools
+import multiprocessing
 import signal
 import threading
 from typing import Any
@@ -19,6 +21,12 @@ def ignore_signals(*_: Any) -> None:
     """For the workers of a data loader: their rank needs them until it has stopped."""
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+
+
+@atexit.register
+def _end_workers() -> None:
+    for worker in multiprocessing.active_children():
+        worker.kill()  # they ignore what multiprocessing itself would send them
 
 
 class StopRequest:

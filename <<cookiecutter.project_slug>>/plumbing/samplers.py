@@ -17,13 +17,13 @@ _ROUNDS, _BLOCK = 6, 4096  # of the network; positions whose samples are compute
 
 def random_bits(*numbers: int | np.ndarray) -> np.ndarray:
     """64 random bits for each set of numbers, by SplitMix64 (Steele, Lea and Flood, 2014)."""
-    bits = np.zeros(1, np.uint64)
+    bits, scalar = np.zeros(1, np.uint64), all(np.ndim(number) == 0 for number in numbers)
     for number in numbers:
         bits = (bits ^ np.asarray(number).astype(np.uint64)) + np.uint64(0x9E3779B97F4A7C15)
         bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         bits = bits ^ (bits >> np.uint64(31))
-    return bits
+    return bits[0] if scalar else bits
 
 
 def sample_keys(positions: np.ndarray, size: int, seed: int, shuffle: bool = True) -> np.ndarray:

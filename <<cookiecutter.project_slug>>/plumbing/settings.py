@@ -95,12 +95,12 @@ def _set(cfg: CfgNode, key: str, value: Any, source: str) -> None:
 def _convert(value: Any, default: Any) -> Any:
     """The value as the default's type: 1 passes as a float, 1e3 as an int, 7 as a str."""
     kind = type(default)
-    if kind is tuple and isinstance(value, (list, tuple)):
-        return tuple(_convert(item, default[0]) for item in value)
+    if kind in (tuple, list) and isinstance(value, (list, tuple)):
+        return kind(_convert(item, default[0]) if default else item for item in value)
     if kind is bool:
         value = {"true": True, "false": False}.get(str(value).lower())
     right = isinstance(value, (bool, int, float, str)) and isinstance(value, bool) == (kind is bool)
-    if not right or kind is tuple:
+    if not right or kind in (tuple, list):
         raise TypeError
     if kind is int and not isinstance(value, int):
         if not float(value).is_integer():

@@ -1,6 +1,7 @@
 """What happens before training: device, output folder, log, random state."""
 
 import contextlib
+import errno
 import logging
 import os
 import platform
@@ -14,26 +15,35 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
 
 from plumbing import comm
 from plumbing.comm import SettingsError
 
 logger = logging.getLogger(__name__)
+_NO_SPACE = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
 
 
 def launch(main: Callable[..., Any], *args: Any) -> None:
     """Call ``main``; an error that is for the user ends the program with one line on one rank."""
+    record(_one_line)(main, args)  # so that torchrun shows whose exception was the first
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _one_line(main: Callable[..., Any], args: tuple) -> None:
     try:
         main(*args)
-    except (SettingsError, comm.NonFiniteError) as error:
+    except (SettingsError, comm.NonFiniteError, OSError) as error:
+        advice = ": make room, then --resume" if isinstance(error, OSError) else ""
+        if advice and error.errno not in _NO_SPACE:
+            raise
         rank, torchrun = os.environ.get("RANK", "0"), "TORCHELASTIC_RUN_ID" in os.environ
         if rank != "0" and torchrun:
             time.sleep(10)  # it ends this rank meanwhile, unless the first one has no such error
         if rank == "0" or torchrun:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            print(f"error: {error}{advice}", file=sys.stderr, flush=True)
         sys.exit(2)
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def choose_device(name: str) -> torch.device:
@@ -68,9 +78,9 @@ def setup_run(output_dir: str, may_exist: bool, float32_precision: str, benchmar
     rank = comm.get_rank()
     path = os.path.join(output_dir, f"log.txt.rank{rank}" if rank else "log.txt")
     screen = [] if rank else [logging.StreamHandler(sys.stdout)]
-    style = {"format": "[%(asctime)s %(name)s]: %(message)s", "datefmt": "%m/%d %H:%M:%S"}
+    form, date = "[%(asctime)s %(levelname)s %(name)s]: %(message)s", "%m/%d %H:%M:%S"
     handlers = [logging.FileHandler(path), *screen]
-    logging.basicConfig(level=logging.INFO, handlers=handlers, force=True, **style)
+    logging.basicConfig(level="INFO", format=form, datefmt=date, handlers=handlers, force=True)
     logger.info("Environment:\n%s", _describe_environment())
     torch.set_float32_matmul_precision(float32_precision)
     torch.backends.cudnn.benchmark = benchmark
@@ -100,7 +110,7 @@ def _make_folder(folder: str, may_exist: bool) -> bool:
 def _describe_environment() -> str:
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     cuda = f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
-    changes = " with changes" if _git("status", "--porcelain") else ""
+    changes = ", with changes" if _git("status", "--porcelain") else ""
     return f"""\
 Command line: {" ".join(sys.argv)}
 Python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}, {cuda}

@@ -16,8 +16,6 @@ from plumbing import comm
 
 from .files import load_file, save_file, write_atomically
 
-_WRAPPERS = nn.DataParallel, nn.parallel.DistributedDataParallel
-
 
 class Checkpointer:
     """Saves and loads a model, and other objects with state_dict and load_state_dict by keyword.
@@ -30,8 +28,9 @@ class Checkpointer:
         self, model: nn.Module, save_dir: str = "", *,
         save_to_disk: bool | None = None, **checkpointables: Any,
     ) -> None:  # fmt: skip
-        while isinstance(model, _WRAPPERS) or hasattr(model, "_orig_mod"):
-            model = model.module if isinstance(model, _WRAPPERS) else model._orig_mod
+        parallel = nn.DataParallel, nn.parallel.DistributedDataParallel
+        while isinstance(model, parallel) or hasattr(model, "_orig_mod"):
+            model = model.module if isinstance(model, parallel) else model._orig_mod
         self.model = model
         self.save_dir = save_dir
         self.save_to_disk = comm.is_main_process() if save_to_disk is None else save_to_disk

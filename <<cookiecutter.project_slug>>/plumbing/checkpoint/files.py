@@ -22,7 +22,8 @@ def write_atomically(path: str, write: Callable[[BinaryIO], Any]) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
+        error.filename = path  # for an OSError, which does not know it
         with contextlib.suppress(OSError):
             os.remove(temporary)
         raise

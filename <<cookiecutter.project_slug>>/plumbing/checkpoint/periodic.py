@@ -71,8 +71,8 @@ class BestCheckpointer:
         self.best = comm.from_main_process(self._read).get(val_metric)
 
     def step(self, iteration: int, results: dict[str, float]) -> None:
-        """Save if the metric is better; all ranks call it, with the same results."""
-        logger, value = self.checkpointer.logger, results.get(self.val_metric)
+        """Save if the metric is better; all ranks call it, the main one decides."""
+        logger, value = self.checkpointer.logger, comm.all_gather(results.get(self.val_metric))[0]
         if self.val_metric and value is None:
             logger.warning("No %s among the results: %s", self.val_metric, ", ".join(results))
         worst = -self.sign * math.inf if self.best is None else self.best

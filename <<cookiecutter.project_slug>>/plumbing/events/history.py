@@ -32,7 +32,9 @@ class HistoryBuffer:
 
     def count_samples(self, window_size: int) -> int:
         """Number of newest values, in a row, of the last ``window_size`` iterations."""
-        start = self.latest_iteration() - _checked(window_size)
+        if window_size < 1:
+            raise ValueError(f"window_size must be at least 1, got {window_size}")
+        start = self.latest_iteration() - window_size
         return sum(1 for _ in takewhile(lambda item: item[1] > start, reversed(self._data)))
 
     def median(self, window_size: int) -> float:
@@ -46,7 +48,9 @@ class HistoryBuffer:
         return sum(values) / len(values) if values else math.nan
 
     def _newest(self, window_size: int) -> list[float]:
-        return [value for value, _ in islice(reversed(self._data), _checked(window_size))]
+        if window_size < 1:
+            raise ValueError(f"window_size must be at least 1, got {window_size}")
+        return [value for value, _ in islice(reversed(self._data), window_size)]
 
     def global_avg(self) -> float:
         """Mean of all values ever; nan without values."""
@@ -64,9 +68,3 @@ class HistoryBuffer:
         self._data.clear()
         self._data.extend((value, int(iteration)) for value, iteration in state["pairs"].tolist())
         self._count, self._sum = state["count"], state["sum"]
-
-
-def _checked(window_size: int) -> int:
-    if window_size < 1:
-        raise ValueError(f"window_size must be at least 1, got {window_size}")
-    return window_size

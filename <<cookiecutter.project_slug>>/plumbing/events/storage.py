@@ -17,7 +17,6 @@ _STACK = []  # the storages of the open `with` blocks, the innermost last
 _HISTORY_LENGTH = 1000  # values kept of each scalar: memory is bounded
 _WAITING_LENGTH = 100_000  # tensors that may wait, should nothing ever be due
 _MESSAGE_LENGTH = 1024  # float64 values that each rank sends in one collective
-_IMAGES_LENGTH = 100  # images, and histograms, that may wait for a writer; the oldest go first
 
 
 def get_event_storage() -> "EventStorage":
@@ -45,8 +44,7 @@ class EventStorage:
         self._puts: dict[str, tuple[int, float, int]] = {}  # of the newest iteration: sum, count
         self._waiting: list[tuple[str, int, torch.Tensor]] = []
         self._read: list[float] = []  # this rank's values of the first ones of them
-        self._vis_data = deque(maxlen=_IMAGES_LENGTH)
-        self._histogram_data = deque(maxlen=_IMAGES_LENGTH)
+        self._vis_data, self._histogram_data = deque(maxlen=100), deque(maxlen=100)
 
     @property
     def iteration(self) -> int:
@@ -183,7 +181,7 @@ class EventStorage:
     def _require_finite(self, puts: list[tuple[int, str, int, float]], checked: tuple) -> None:
         bad = [put for put in puts if not math.isfinite(put[3])]
         if bad := [put for put in bad if any(part in put[1] for part in checked)]:
-            # The gradients of one rank spoil those of all: the first loss is where it began.
+            # A loss comes before the gradients, which are bad on all ranks.
             first, _, rank, _ = min(bad, key=lambda put: (put[0], "loss" not in put[1]))
             rates = self._histories.get("lr", HistoryBuffer()).values()
             values = [(name, v) for i, name, r, v in puts if (i, r) == (first, rank)]

@@ -106,16 +106,13 @@ class TensorboardXWriter(EventWriter):
         rows = self._scalars.pick(storage)
         if not (rows or storage._vis_data or storage._histogram_data):
             return
-        if self._writer is None:
-            from torch.utils.tensorboard import SummaryWriter  # a slow import: only when used
+        from torch.utils.tensorboard import summary, writer  # slow: only when used
 
-            self._writer = SummaryWriter(**self._arguments)
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
+        self._writer = self._writer or writer.SummaryWriter(**self._arguments)
         for iteration, row in sorted(rows.items()):
-            # One event for all names: add_scalar makes one for each and takes five times as long.
-            values = [Summary.Value(tag=name, simple_value=value) for name, value in row.items()]
-            self._writer.file_writer.add_summary(Summary(value=values), iteration)
+            # One event for all names takes a fifth of the time of add_scalar for each.
+            values = [summary.Summary.Value(tag=name, simple_value=row[name]) for name in row]
+            self._writer.file_writer.add_summary(summary.Summary(value=values), iteration)
         for name, image, iteration in storage._vis_data:
             self._writer.add_image(name, image, iteration)
         for histogram in storage._histogram_data:

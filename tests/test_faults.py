@@ -1,0 +1,136 @@
+"""What torchrun does to a run, and what becomes of it: restarts, signals, a full disk."""
+
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+CLOCK = {"time", "data_time", "samples_per_second", "eta_seconds"}
+WORDS = """
+    --config cfg.yaml MODEL.DEVICE cpu MODEL.WIDTH 8 SOLVER.MAX_ITER 40 LOG_PERIOD 4
+    SOLVER.CHECKPOINT_PERIOD 10 TEST.EVAL_PERIOD 15 DATALOADER.NUM_WORKERS 2
+"""
+DRIVER = """
+import os, signal, sys
+sys.path.insert(0, os.getcwd())
+import train
+
+set_random_state = train.set_random_state
+
+def faulty(seed, iteration=0, rank=0):
+    first_try = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    if (iteration, rank) == (24, 1) and first_try:
+        os.kill(os.getpid(), signal.SIGKILL)
+    set_random_state(seed, iteration, rank)
+
+train.set_random_state = faulty
+train.launch(train.main, train.parse_args())
+"""
+
+
+def torchrun(script, *options, output, words=WORDS):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", *options]
+    words = [*words.split(), "OUTPUT_DIR", str(output)]
+    return [*launcher, "--nproc_per_node", "2", str(script), *words]
+
+
+def environment():
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+def run(project, command, **kwargs):
+    options = {"capture_output": True, "text": True, "timeout": 120, **kwargs}
+    return subprocess.run(command, cwd=project, env=environment(), **options)
+
+
+def outcome(output):
+    """What two runs must have in common to the bit."""
+    model = torch.load(output / "model_final.pth")["model"]
+    rows = [json.loads(line) for line in (output / "metrics.json").read_text().splitlines()]
+    rows = [{k: v for k, v in row.items() if k not in CLOCK} for row in rows]
+    return {name: value.tolist() for name, value in model.items()}, rows
+
+
+@pytest.fixture(scope="module")
+def undisturbed(project, tmp_path_factory):
+    output = tmp_path_factory.mktemp("undisturbed") / "output"
+    done = run(project, torchrun("train.py", output=output))
+    assert done.returncode == 0, done.stderr
+    return outcome(output)
+
+
+def test_a_run_that_torchrun_restarts_goes_on_by_itself_and_ends_the_same(
+    project, undisturbed, tmp_path
+):
+    driver = tmp_path / "driver.py"
+    driver.write_text(DRIVER)
+    done = run(project, torchrun(driver, "--max-restarts", "1", output=tmp_path / "output"))
+    assert done.returncode == 0, done.stderr
+    log = (tmp_path / "output" / "log.txt").read_text()
+    assert re.findall(r"Starting training from iteration (\d+)", log) == ["0", "20"]
+    assert outcome(tmp_path / "output") == undisturbed
+
+
+def test_a_restart_does_not_take_the_run_of_somebody_else(project, tmp_path):
+    (tmp_path / "model_0000009.pth").write_bytes(b"precious")
+    done = run(project, torchrun("train.py", "--max-restarts", "1", output=tmp_path))
+    assert done.returncode != 0
+    assert "holds a run" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["model_0000009.pth"]
+
+
+def test_a_signal_to_torchrun_saves_ends_all_processes_and_a_resume_ends_the_same(
+    project, undisturbed, tmp_path
+):
+    output = tmp_path / "output"
+    slow = tmp_path / "slow.py"
+    slow.write_text(DRIVER.replace("os.kill(os.getpid(), signal.SIGKILL)", "pass").replace(
+        "    first_try", "    import time; time.sleep(0.2)\n    first_try"
+    ))
+    command = torchrun(slow, output=output)
+    process = subprocess.Popen(command, cwd=project, env=environment(), stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 120
+    while not (output / "metrics.json").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    stops = [
+        re.findall(r"Stopped after iteration (\d+)", (output / name).read_text())
+        for name in ("log.txt", "log.txt.rank1")
+    ]
+    assert len(stops[0]) == 1
+    assert stops[0] == stops[1]
+    assert f"model_{int(stops[0][0]):07d}.pth" in os.listdir(output)
+    left = subprocess.run(["pgrep", "-f", str(output)], capture_output=True, text=True)
+    assert left.stdout == ""
+    done = run(project, [*torchrun("train.py", output=output), "--resume"])
+    assert done.returncode == 0, done.stderr
+    assert outcome(output) == undisturbed
+
+
+def test_a_full_disk_ends_in_one_line_and_leaves_the_files_as_they_were(project, tmp_path):
+    output = tmp_path / "output"
+    words = [*WORDS.split(), "OUTPUT_DIR", str(output), "SOLVER.CHECKPOINTS_TO_KEEP", "9"]
+    words += ["DATALOADER.NUM_WORKERS", "0"]  # their shared memory would be limited as well
+    assert run(project, [sys.executable, "train.py", *words]).returncode == 0
+    before = {path: path.read_bytes() for path in output.glob("*.pth")}
+    limit = 20 * 2**10  # bytes in a file: too few for a checkpoint
+
+    done = run(
+        project,
+        [sys.executable, "train.py", *words, "--resume", "SOLVER.MAX_ITER", "60"],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+    )
+    assert done.returncode == 2
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert "make room, then --resume" in line
+    assert "Traceback" not in done.stderr
+    assert {path: path.read_bytes() for path in output.glob("*.pth")} == before
+    assert not list(output.glob("*.tmp"))
