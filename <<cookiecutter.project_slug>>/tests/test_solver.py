@@ -131,10 +131,10 @@ def test_a_warm_up_ends_at_the_rate_of_the_schedule():
     values = rates(MAX_ITER=10, WARMUP_ITERS=5, WARMUP_FACTOR=0.0)
     plain = rates(MAX_ITER=10)
     assert values[5:] == plain[5:]
-    assert values[:5] == pytest.approx([plain[5] * i / 5 for i in range(5)])
+    assert values[:5] == pytest.approx([plain[i] * i / 5 for i in range(5)])
     stepped = {"LR_SCHEDULER_NAME": "multistep", "STEPS": (2,), "GAMMA": 0.5}
     values = rates(6, WARMUP_ITERS=4, WARMUP_FACTOR=0.0, **stepped)
-    assert values == [0, 0.125, 0.25, 0.375, 0.5, 0.5]
+    assert values == [0, 0.25, 0.25, 0.375, 0.5, 0.5]
 
 
 def test_a_warm_up_longer_than_the_run_is_no_error():
