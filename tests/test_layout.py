@@ -119,3 +119,11 @@ def test_python_O_is_the_same_but_for_the_use_of_a_storage_that_is_not_open(name
     asserts = [node for node in nodes if isinstance(node, ast.Assert)]
     assert all("get_event_storage() " in ast.unparse(node) for node in asserts)
     assert "__debug__" not in [node.id for node in nodes if isinstance(node, ast.Name)]
+
+
+def test_the_readme_shows_the_loop_as_it_is_and_fits_on_150_lines(do_train):
+    readme = (ROOT.parent / "README.md").read_text(encoding="utf-8")
+    lines = (ROOT / "train.py").read_text(encoding="utf-8").splitlines()
+    loop = "\n".join(lines[do_train.lineno - 1 : do_train.end_lineno])
+    assert f"```python\n{loop}\n```" in readme
+    assert len(readme.splitlines()) <= 150
