@@ -152,18 +152,40 @@ def build_grad_scaler(cfg, model):
     float16 = amp.ENABLED and amp.DTYPE == "float16"
     if cfg.SOLVER.NONFINITE == "skip":
         return SkippingScaler(cfg.MODEL.DEVICE, float16, model, cfg.SOLVER.MAX_SKIPS)
-    return GradScaler(cfg.MODEL.DEVICE, float16)
+    return OverflowScaler(cfg.MODEL.DEVICE) if float16 else NoScaler()
 
 
-class GradScaler(torch.amp.GradScaler):
-    """torch's: scales losses in float16, and leaves out steps that overflow; otherwise nothing."""
+class NoScaler:
+    """Stands where a torch.amp.GradScaler would, and lets everything through."""
 
-    def __init__(self, device, enabled):
-        super().__init__(device, enabled=enabled)
-        self.finite = ("loss",) if enabled else ("loss", "grad_norm")  # for EventStorage.reduce
+    finite = ("loss", "grad_norm")  # what EventStorage.reduce has to insist on
+
+    def scale(self, losses):
+        return losses
+
+    def unscale_(self, optimizer):
+        pass
+
+    def step(self, optimizer):
+        optimizer.step()
+
+    def update(self):
+        pass
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
 
 
-class SkippingScaler(GradScaler):
+class OverflowScaler(torch.amp.GradScaler):
+    """torch's, for float16: it leaves out a step whose gradients overflow, and scales less then."""
+
+    finite = ("loss",)
+
+
+class SkippingScaler(torch.amp.GradScaler):
     """Leaves out each step whose gradients are not finite; ``max_skips`` in a row are an error.
 
     The gradients are those of all ranks, so all leave it out.  Floating point buffers, such as
@@ -171,9 +193,10 @@ class SkippingScaler(GradScaler):
     ``found_inf`` on the device.
     """
 
+    finite = ("skips_in_a_row",)
+
     def __init__(self, device, enabled, model, max_skips):
-        super().__init__(device, enabled)
-        self.finite = ("skips_in_a_row",)
+        super().__init__(device, enabled=enabled)
         self.max_skips = max_skips
         self.buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
         self.kept = None
