@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 from plumbing.comm import SettingsError
-from plumbing.preemption import ignore_signals
+from plumbing.preemption import signals_held
 from plumbing.samplers import InferenceSampler, TrainingBatchSampler, random_bits
 from plumbing.setup import set_random_state
 
@@ -106,7 +106,9 @@ def build_test_loader(cfg, name):
     """One pass over this rank's part of the data set called ``name``."""
     dataset = Digits(os.path.join(HERE, cfg.DATASETS.PATH), name)
     sampler = BatchSampler(InferenceSampler(len(dataset)), cfg.TEST.BATCH_SIZE, drop_last=False)
-    for data in _data_loader(cfg, dataset, [[(0, i) for i in batch] for batch in sampler]):
+    with signals_held():
+        batches = iter(_data_loader(cfg, dataset, [[(0, i) for i in batch] for batch in sampler]))
+    for data in batches:
         yield to_device(data, cfg.MODEL.DEVICE)
 
 
@@ -152,13 +154,13 @@ def _data_loader(cfg, dataset, batch_sampler):
         collate_fn=_as_fetched,
         num_workers=cfg.DATALOADER.NUM_WORKERS,
         pin_memory=cfg.MODEL.DEVICE == "cuda",
-        worker_init_fn=ignore_signals,
         generator=torch.Generator(),  # its own, so that it draws nothing from the training's
     )
 
 
 def _micro_batches(data_loader, cfg):
-    iterator = iter(data_loader)
+    with signals_held():
+        iterator = iter(data_loader)
     while True:
         batches = [next(iterator) for _ in range(cfg.SOLVER.ACCUM_STEPS)]
         yield [to_device(data, cfg.MODEL.DEVICE) for data in batches]

@@ -5,6 +5,7 @@ The limits are further down.  Periods are in iterations; an iteration is one ste
 counted from 0.  The last one always counts; a period of 0 means only then, a negative one never.
 """
 
+import logging
 import math
 import os
 
@@ -13,7 +14,9 @@ from yacs.config import CfgNode
 from plumbing import comm
 from plumbing.checkpoint.files import write_atomically
 from plumbing.comm import SettingsError
-from plumbing.settings import leaves
+from plumbing.settings import leaves, read_settings
+
+logger = logging.getLogger(__name__)
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 
@@ -128,6 +131,30 @@ _BELOW = {
 def get_cfg():
     """A copy of the defaults."""
     return _C.clone()
+
+
+def freeze_cfg(cfg, resume):
+    """Replace a negative seed, then freeze and log the settings.  Collective.
+
+    A resumed run keeps the seed that was drawn, and logs which of its settings differ.
+    """
+    path = os.path.join(cfg.OUTPUT_DIR, "config.yaml")
+    drawn = int.from_bytes(os.urandom(4), "little") // 2
+    saved = {}
+    if resume and os.path.exists(path):
+        try:
+            saved = dict(read_settings(path))
+        except SettingsError as error:
+            logger.warning("The settings before this resume are lost: %s", error)
+    saved, drawn = comm.all_gather((saved, drawn))[0]
+    if cfg.SEED < 0:
+        cfg.SEED = saved.get("SEED", drawn)
+    cfg.freeze()
+    logger.info("Settings:\n%s", cfg)
+    for key, value in leaves(cfg):
+        value = list(value) if isinstance(value, tuple) else value  # as YAML has it
+        if saved and value != saved.get(key):
+            logger.warning("Resuming with another %s: %r, it was %r", key, value, saved.get(key))
 
 
 def save_cfg(cfg):

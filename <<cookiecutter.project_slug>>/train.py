@@ -15,7 +15,7 @@ import os
 from torch.nn.parallel import DistributedDataParallel
 
 from data import IterationTimer, build_test_loader, build_train_loader
-from defaults import check_cfg, get_cfg, save_cfg
+from defaults import check_cfg, freeze_cfg, get_cfg, save_cfg
 from evaluation import (
     build_evaluator,
     inference_context,
@@ -35,7 +35,7 @@ from plumbing import comm
 from plumbing.checkpoint import BestCheckpointer, Checkpointer, PeriodicCheckpointer
 from plumbing.events import EventStorage, get_event_storage, open_writers
 from plumbing.preemption import StopRequest
-from plumbing.settings import freeze_settings, merge_settings
+from plumbing.settings import merge_settings
 from plumbing.setup import choose_device, launch, set_random_state, setup_run
 
 logger = logging.getLogger("train")
@@ -70,6 +70,8 @@ def catch_up(cfg, model, iteration, periods, writers, best_checkpointer):
     """On a resume: what the loop does after a save, for the run may have ended before it could."""
     storage, results = get_event_storage(), {}
     storage.iter = iteration
+    if iteration >= cfg.SOLVER.MAX_ITER:
+        raise comm.SettingsError(f"SOLVER.MAX_ITER: {iteration + 1} iterations have been trained")
     if is_due(iteration, cfg.SOLVER.MAX_ITER, cfg.TEST.EVAL_PERIOD):
         results = do_test(cfg, model)
         storage.put_scalars(results, smoothing_hint=False)
@@ -165,7 +167,7 @@ def setup(args):
     may_exist = args.resume or args.eval_only
     restarted = setup_run(cfg.OUTPUT_DIR, may_exist, cfg.FLOAT32_PRECISION, cfg.CUDNN_BENCHMARK)
     args.resume = args.resume or restarted
-    freeze_settings(cfg, args.resume)
+    freeze_cfg(cfg, args.resume)
     set_random_state(cfg.SEED)
     return cfg
 

@@ -6,6 +6,7 @@ import itertools
 import multiprocessing
 import signal
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -17,16 +18,20 @@ _POLL_SECONDS = 0.5
 _numbers = itertools.count()
 
 
-def ignore_signals(*_: Any) -> None:
-    """For the workers of a data loader: their rank needs them until it has stopped."""
-    for number in _SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+@contextlib.contextmanager
+def signals_held() -> Iterator[None]:
+    """Processes that begin inside never get them: a rank needs its workers until it has stopped."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 @atexit.register
 def _end_workers() -> None:
     for worker in multiprocessing.active_children():
-        worker.kill()  # they ignore what multiprocessing itself would send them
+        worker.kill()  # the signal that multiprocessing itself would send is held
 
 
 class StopRequest:

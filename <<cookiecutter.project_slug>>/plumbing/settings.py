@@ -3,17 +3,13 @@
 import ast
 import contextlib
 import difflib
-import logging
 import os
 from collections.abc import Iterator
 from typing import Any
 
 from yacs.config import CfgNode, yaml
 
-from plumbing import comm
 from plumbing.comm import SettingsError
-
-logger = logging.getLogger(__name__)
 
 
 def merge_settings(cfg: CfgNode, path: str, opts: list[str]) -> None:
@@ -21,7 +17,7 @@ def merge_settings(cfg: CfgNode, path: str, opts: list[str]) -> None:
 
     A mistake is a SettingsError that names the source, the key, the value and the remedy.
     """
-    for key, value in _read_file(path):
+    for key, value in read_settings(path):
         _set(cfg, key, value, path)
     for word in opts[::2]:
         if "=" in word or word == opts[-1] and len(opts) % 2:
@@ -34,24 +30,6 @@ def merge_settings(cfg: CfgNode, path: str, opts: list[str]) -> None:
         _set(cfg, key, value, "command line")
 
 
-def freeze_settings(cfg: CfgNode, resume: bool) -> None:
-    """Replace a negative seed, then freeze and log the settings.  Collective.
-
-    A resumed run keeps the seed that was drawn, and logs which of its settings differ.
-    """
-    path = os.path.join(cfg.OUTPUT_DIR, "config.yaml")
-    drawn = int.from_bytes(os.urandom(4), "little") // 2
-    found = resume and os.path.exists(path)
-    saved, drawn = comm.all_gather((dict(_read_file(path)) if found else {}, drawn))[0]
-    if cfg.SEED < 0:
-        cfg.SEED = saved.get("SEED", drawn)
-    cfg.freeze()
-    logger.info("Settings:\n%s", cfg)
-    for key, value in leaves(yaml.safe_load(cfg.dump())):
-        if saved and value != saved.get(key):
-            logger.warning("Resuming with another %s: %r, it was %r", key, value, saved.get(key))
-
-
 def leaves(tree: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """("SOLVER.BASE_LR", 0.1) and so on, for every setting in nested dicts."""
     for key, value in tree.items():
@@ -61,7 +39,8 @@ def leaves(tree: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{key}", value
 
 
-def _read_file(path: str) -> Iterator[tuple[str, Any]]:
+def read_settings(path: str) -> Iterator[tuple[str, Any]]:
+    """The settings of a YAML file, as leaves gives them."""
     if not path.endswith((".yaml", ".yml")) or not os.path.isfile(path):
         raise SettingsError(f"{path}: there is no such .yaml file")
     try:

@@ -2,13 +2,15 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
 from ranks import run_on_ranks
 
 from plumbing import comm
-from plumbing.preemption import StopRequest, ignore_signals
+from plumbing.preemption import StopRequest, signals_held
 
 SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
 
@@ -52,11 +54,17 @@ def test_each_request_is_its_own():
         assert not stop.agreed(0)
 
 
-def test_a_worker_that_ignores_signals_goes_on():
-    ignore_signals(0)
-    for number in SIGNALS:
-        os.kill(os.getpid(), number)
-        assert signal.getsignal(number) == signal.SIG_IGN
+def test_a_process_that_begins_while_signals_are_held_goes_on_and_this_one_gets_them_later():
+    with StopRequest() as stop:
+        with signals_held():
+            child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+            for number in SIGNALS:
+                os.kill(os.getpid(), number)
+                child.send_signal(number)
+            assert not stop.agreed(0)
+        assert stop.agreed(0)
+    child.communicate(b"\n", timeout=20)
+    assert child.returncode == 0
 
 
 def stops(asked_rank, asked_iteration, start_iter=0):

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import defaults
-from defaults import check_cfg, get_cfg, save_cfg
+from defaults import check_cfg, freeze_cfg, get_cfg, save_cfg
 from plumbing.comm import SettingsError
-from plumbing.settings import freeze_settings, leaves, merge_settings
+from plumbing.settings import leaves, merge_settings
 
 ROOT = Path(defaults.__file__).parent
 
@@ -259,7 +259,7 @@ def test_leaves_are_all_settings_with_their_whole_names():
 @pytest.fixture
 def keep(tmp_path, caplog):
     """keep(resume, **settings): the frozen settings of a run and its warnings."""
-    caplog.set_level(logging.INFO, logger="plumbing.settings")
+    caplog.set_level(logging.INFO, logger="defaults")
 
     def kept(resume=False, **changes):
         caplog.clear()
@@ -267,7 +267,7 @@ def keep(tmp_path, caplog):
         cfg.OUTPUT_DIR = str(tmp_path)
         for key, value in changes.items():
             cfg[key] = value
-        freeze_settings(cfg, resume)
+        freeze_cfg(cfg, resume)
         save_cfg(cfg)
         warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
         return cfg, warnings

@@ -126,7 +126,7 @@ class Checkpointer:
     def _newest_good_file(self) -> str:
         tagged = self.get_checkpoint_file()
         paths = self.get_all_checkpoint_files()
-        found = [m for path in paths if (m := re.fullmatch(r".*_(\d{7,}|final)\.pth", path))]
+        found = [m for path in paths if (m := re.fullmatch(r".*/model_(\d{7,}|final)\.pth", path))]
         found.sort(key=lambda m: math.inf if m[1] == "final" else int(m[1]), reverse=True)
         files = [tagged] * bool(tagged) + [m[0] for m in found if m[0] != tagged]
         for torn in glob.glob(os.path.join(glob.escape(self.save_dir), "*.pth.tmp")):

@@ -4,7 +4,8 @@ import pickle
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -86,15 +87,21 @@ def load_file(path: str) -> dict:
     raise SettingsError(f"checkpoint {path} is damaged, or none: {damaged}")
 
 
+_PLAIN = torch.Tensor, bool, int, float, str, bytes, torch.dtype, torch.device, type(None)
+
+
 def to_plain_types(value: Any) -> Any:
-    """Replace numpy's numbers and arrays, paths, and other mappings, by what torch.load allows."""
-    if isinstance(value, dict):
+    """What torch.load allows, in place of numpy's numbers, paths and so on; else a TypeError."""
+    if isinstance(value, Mapping):
         return {key: to_plain_types(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple, set, deque)):
         plain = [to_plain_types(item) for item in value]
-        return plain if isinstance(value, list) else tuple(plain)
+        return tuple(plain) if isinstance(value, tuple) else plain
     if isinstance(value, np.ndarray):
         return torch.from_numpy(value)
     if isinstance(value, np.generic):
         return value.item()
-    return os.fspath(value) if isinstance(value, os.PathLike) else value
+    value = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not isinstance(value, _PLAIN):
+        raise TypeError(f"a checkpoint cannot hold a {type(value).__name__}: {value!r}")
+    return value

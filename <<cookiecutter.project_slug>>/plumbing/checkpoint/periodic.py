@@ -68,7 +68,7 @@ class BestCheckpointer:
         self.sign = {"max": 1, "min": -1}[mode]
         self.file_prefix = file_prefix
         self._path = os.path.join(checkpointer.save_dir, f"{file_prefix}.json")
-        self.best = comm.from_main_process(self._read).get(val_metric)
+        self.best = comm.from_main_process(self._read)
 
     def step(self, iteration: int, results: dict[str, float]) -> None:
         """Save if the metric is better; all ranks call it, the main one decides."""
@@ -85,7 +85,7 @@ class BestCheckpointer:
         if self.checkpointer.save_to_disk:
             write_atomically(self._path, lambda file: file.write(json.dumps(record).encode()))
 
-    def _read(self) -> dict:
-        with contextlib.suppress(OSError, ValueError), open(self._path) as file:
-            return json.load(file)
-        return {}
+    def _read(self) -> float | None:
+        unusable = OSError, ValueError, TypeError, KeyError
+        with contextlib.suppress(*unusable), open(self._path) as file:
+            return float(json.load(file)[self.val_metric])
