@@ -32,6 +32,9 @@ _C.CUDNN_BENCHMARK = False  # choose convolutions by trial: faster, but a resume
 _C.MODEL = CfgNode()
 _C.MODEL.DEVICE = "auto"  # "auto": a GPU for each rank where there are GPUs, else the CPU; or "cpu"
 _C.MODEL.WEIGHTS = ""  # checkpoint to start from or to evaluate; "": from initialization
+_C.MODEL.FIND_UNUSED_PARAMETERS = False  # for parameters that not every iteration uses, on several
+# ranks.  It costs a little; on three or more ranks it makes a resume exact to the bit, for DDP then
+# adds gradients in one order always, and otherwise in another in the first iteration after a start.
 _C.MODEL.WIDTH = 32  # channels of the first layer
 _C.MODEL.DROPOUT = 0.1  # probability, before the last layer
 _C.MODEL.NUM_CLASSES = 10

@@ -189,7 +189,11 @@ def main(args):
     if comm.get_world_size() > 1:
         device_ids = [comm.get_local_rank()] if cfg.MODEL.DEVICE == "cuda" else None
         model = DistributedDataParallel(
-            model, device_ids, forward_sync_buffers=False, gradient_as_bucket_view=True
+            model,
+            device_ids,
+            forward_sync_buffers=False,  # each rank has its own; see comm.averaged_buffers
+            find_unused_parameters=cfg.MODEL.FIND_UNUSED_PARAMETERS,
+            gradient_as_bucket_view=True,
         )
     results = do_train(cfg, model, resume=args.resume)
     if results is not None:

@@ -30,6 +30,7 @@ def signals_held() -> Iterator[None]:
 
 @atexit.register
 def _end_workers() -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's would raise at each that ends
     for worker in multiprocessing.active_children():
         worker.kill()  # the signal that multiprocessing itself would send is held
 
