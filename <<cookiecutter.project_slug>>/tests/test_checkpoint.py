@@ -453,6 +453,14 @@ def test_a_wrapped_model_is_saved_bare(folder):
         assert list(saved["model"]) == ["weight", "bias"]
 
 
+def test_a_model_whose_sizes_are_not_known_yet_takes_those_of_the_file(folder):
+    known, unknown = nn.Sequential(nn.LazyLinear(3)), nn.Sequential(nn.LazyLinear(3))
+    known(torch.zeros(1, 4))
+    Checkpointer(known, folder).save("x")
+    Checkpointer(unknown, folder).resume_or_load("")
+    assert torch.equal(known[0].weight, unknown[0].weight)
+
+
 def test_a_model_with_a_child_called_module_is_resumed(folder):
     Checkpointer(nn.ModuleDict({"module": constant(1)}), folder).save("x")
     model = nn.ModuleDict({"module": constant(0)})

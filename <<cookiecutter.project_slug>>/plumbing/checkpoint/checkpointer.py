@@ -156,8 +156,10 @@ class Checkpointer:
         incorrect_shapes, names_of = [], defaultdict(list)
         for key, own in own_state.items():
             names_of[id(own)].append(key)
-            shapes = [getattr(value, "shape", None) for value in (state.get(key), own)]
-            if key in state and not nn.parameter.is_lazy(own) and shapes[0] != shapes[1]:
+            if key not in state or nn.parameter.is_lazy(own):
+                continue
+            shapes = [getattr(value, "shape", ()) for value in (state[key], own)]
+            if shapes[0] != shapes[1]:
                 del state[key]
                 incorrect_shapes.append((key, *map(tuple, shapes)))
         missing, unexpected = self.model.load_state_dict(state, strict=False)
