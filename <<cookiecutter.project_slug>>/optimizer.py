@@ -21,6 +21,9 @@ def build_optimizer(cfg, model):
     if solver.OPTIMIZER == "SGD":
         momentum = {"momentum": solver.MOMENTUM, "nesterov": solver.NESTEROV}
         optimizer = torch.optim.SGD(groups, solver.BASE_LR, fused=True, **momentum)
+        # The fused SGD leaves them uninitialized if the very first step is left out.
+        for parameter in (p for g in optimizer.param_groups for p in g["params"] if g["momentum"]):
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     else:
         optimizer = torch.optim.AdamW(groups, solver.BASE_LR, solver.BETAS, fused=True)
     optimizer.register_load_state_dict_pre_hook(keep_settings_on_load)
@@ -199,7 +202,8 @@ class SkippingScaler(torch.amp.GradScaler):
         super().__init__(device, enabled=enabled)
         self.max_skips = max_skips
         self.buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
-        self.kept = None
+        self.kept = None  # the buffers before the first forward pass of an iteration
+        model.register_forward_pre_hook(self._keep_buffers)
         self.skips = self.in_a_row = torch.zeros((), device=device)
 
     def step(self, optimizer):
@@ -207,12 +211,17 @@ class SkippingScaler(torch.amp.GradScaler):
         optimizer.grad_scale, optimizer.found_inf = None, bad.float().reshape(1)
         super().step(optimizer)
         with torch.no_grad():
-            for buffer, kept in zip(self.buffers, self.kept or self.buffers):
+            for buffer, kept in zip(self.buffers, self.kept or ()):
                 buffer.copy_(torch.where(bad, kept, buffer))
-        self.kept = [buffer.clone() for buffer in self.buffers]
+        self.kept = None
         self.skips, self.in_a_row = self.skips + bad, (self.in_a_row + 1) * bad
         too_many = torch.where(self.in_a_row < self.max_skips, self.in_a_row, math.inf)
-        get_event_storage().put_scalars(skips_in_a_row=too_many, skips=self.skips)
+        counts = {"skips_in_a_row": too_many, "skips": self.skips}
+        get_event_storage().put_scalars(counts, smoothing_hint=False)
+
+    def _keep_buffers(self, model, _):
+        if model.training and self.kept is None:
+            self.kept = [buffer.clone() for buffer in self.buffers]
 
     def state_dict(self):
         mine = {"skips": self.skips, "in_a_row": self.in_a_row}

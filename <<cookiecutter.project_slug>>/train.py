@@ -122,7 +122,7 @@ def do_train(cfg, model, resume=False):
                         loss_dict = model(data)
                         losses = sum_losses(loss_dict)
                     scaler.scale(losses / len(batches)).backward()
-                storage.put_scalars(total_loss=losses, **loss_dict)
+                storage.put_scalars({"total_loss": losses, **loss_dict})
 
             scaler.unscale_(optimizer)
             grad_norm = clip_grad_norm_(optimizer, cfg.SOLVER.CLIP_GRAD_NORM)
