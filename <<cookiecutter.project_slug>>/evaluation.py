@@ -1,18 +1,12 @@
 """How the model is judged.  An evaluator has reset, process and evaluate."""
 
 import contextlib
-import json
-import logging
-import os
 
 import torch
 from torch.nn import functional
 
 from plumbing import comm
-from plumbing.checkpoint.files import write_atomically
 from plumbing.events import EventStorage, get_event_storage, has_event_storage
-
-logger = logging.getLogger(__name__)
 
 NUM_SHOWN = 16  # misclassified images on the sheet
 
@@ -95,31 +89,3 @@ def inference_context(model):
     finally:
         for module, training in modes:
             module.training = training
-
-
-def log_results(name, results):
-    """The numbers of one test set, as two lines of comma-separated values."""
-    names, values = ",".join(results), ",".join(f"{value:.4f}" for value in results.values())
-    logger.info("Results on %s:\n%s\n%s", name, names, values)
-
-
-def save_results(cfg, results):
-    """Keep the numbers of a finished training as OUTPUT_DIR/results.json."""
-    if comm.is_main_process():
-        text = json.dumps({"iteration": cfg.SOLVER.MAX_ITER - 1, **results}, indent=2)
-        path = os.path.join(cfg.OUTPUT_DIR, "results.json")
-        write_atomically(path, lambda file: file.write(text.encode()))
-
-
-def load_results(cfg):
-    """What save_results kept, None if the training has not finished.  Collective."""
-
-    def load():
-        try:
-            with open(os.path.join(cfg.OUTPUT_DIR, "results.json")) as file:
-                results = json.load(file)
-            return results if results.pop("iteration") >= cfg.SOLVER.MAX_ITER - 1 else None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return None
-
-    return comm.from_main_process(load)

@@ -12,31 +12,20 @@ import argparse
 import logging
 import os
 
-from torch.nn.parallel import DistributedDataParallel
-
 from data import IterationTimer, build_test_loader, build_train_loader
 from defaults import check_cfg, freeze_cfg, get_cfg, save_cfg
-from evaluation import (
-    build_evaluator,
-    inference_context,
-    load_results,
-    log_results,
-    save_results,
-)
+from evaluation import build_evaluator, inference_context
+from hardware import build_autocast, build_parallel
 from model import build_model, sum_losses
-from optimizer import (
-    build_autocast,
-    build_grad_scaler,
-    build_lr_scheduler,
-    build_optimizer,
-    clip_grad_norm_,
-)
+from optimizer import build_grad_scaler, build_optimizer, clip_grad_norm_
 from plumbing import comm
 from plumbing.checkpoint import BestCheckpointer, Checkpointer, PeriodicCheckpointer
-from plumbing.events import EventStorage, get_event_storage, open_writers
+from plumbing.events import EventStorage, get_event_storage
 from plumbing.preemption import StopRequest
 from plumbing.settings import merge_settings
 from plumbing.setup import choose_device, launch, set_random_state, setup_run
+from records import load_results, log_results, open_writers, save_results
+from schedule import build_lr_scheduler
 
 logger = logging.getLogger("train")
 
@@ -107,7 +96,7 @@ def do_train(cfg, model, resume=False):
     logger.info("Starting training from iteration %d", start_iter)
     with (
         EventStorage(start_iter) as storage,
-        open_writers(cfg.OUTPUT_DIR, max_iter, start_iter, cfg.LOG_WINDOW) as writers,
+        open_writers(cfg, start_iter) as writers,
         StopRequest(start_iter) as stop_request,
     ):
         checkpointer.add_checkpointable("storage", storage)
@@ -186,15 +175,7 @@ def main(args):
     if results is not None:
         logger.info("This training has finished; to go on, raise SOLVER.MAX_ITER")
         return results
-    if comm.get_world_size() > 1:
-        device_ids = [comm.get_local_rank()] if cfg.MODEL.DEVICE == "cuda" else None
-        model = DistributedDataParallel(
-            model,
-            device_ids,
-            forward_sync_buffers=False,  # each rank has its own; see comm.averaged_buffers
-            find_unused_parameters=cfg.MODEL.FIND_UNUSED_PARAMETERS,
-            gradient_as_bucket_view=True,
-        )
+    model = build_parallel(cfg, model)
     results = do_train(cfg, model, resume=args.resume)
     if results is not None:
         save_results(cfg, results)

@@ -138,3 +138,19 @@ def shell(*words, **env):
         text=True,
         timeout=TIMEOUT,
     )
+
+
+def read_events(folder):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    everything = {"scalars": 0, "images": 0, "histograms": 0}
+    accumulator = EventAccumulator(str(folder), size_guidance=everything)
+    accumulator.Reload()
+    return accumulator
+
+
+@pytest.fixture
+def lines(caplog):
+    """Call it for what was logged so far."""
+    caplog.set_level(logging.INFO, logger="plumbing.events")
+    return lambda: caplog.messages

@@ -3,7 +3,6 @@
 import contextlib
 import io
 import json
-import logging
 import math
 import time
 import weakref
@@ -11,6 +10,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
+from conftest import read_events
 from ranks import run_on_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,13 +19,11 @@ from plumbing.comm import NonFiniteError
 from plumbing.events import (
     CommonMetricPrinter,
     EventStorage,
-    EventWriter,
     HistoryBuffer,
     JSONWriter,
     TensorboardXWriter,
     get_event_storage,
     has_event_storage,
-    open_writers,
 )
 
 
@@ -491,11 +489,6 @@ def tells_different_numbers_of_values():
     return str(caught.value)
 
 
-def opens_writers():
-    with EventStorage(), open_writers("unused", 10, 0, 20) as writers:
-        return len(writers)
-
-
 @pytest.fixture(scope="module")
 def both(server):
     """{name of a check: [what rank 0 returned, what rank 1 returned]}"""
@@ -505,7 +498,6 @@ def both(server):
         stops_all_ranks,
         tells_different_names,
         tells_different_numbers_of_values,
-        opens_writers,
     )
     return {name: [rank[name] for rank in ranks] for name in ranks[0]}
 
@@ -546,10 +538,6 @@ def test_ranks_that_put_different_names_are_told_which(both):
 def test_ranks_that_put_different_numbers_of_values_are_told_and_do_not_hang(both):
     for message in both["tells_different_numbers_of_values"]:
         assert "x2999" in message
-
-
-def test_only_the_main_process_writes(both):
-    assert both["opens_writers"] == [3, 0]
 
 
 # JSONWriter
@@ -695,15 +683,6 @@ def test_what_a_resumed_storage_knows_from_before_is_not_written_again(metrics):
 # TensorboardXWriter
 
 
-def read_events(folder):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    everything = {"scalars": 0, "images": 0, "histograms": 0}
-    accumulator = EventAccumulator(str(folder), size_guidance=everything)
-    accumulator.Reload()
-    return accumulator
-
-
 def test_scalars_images_and_histograms_land_under_their_steps_once(tmp_path):
     image = torch.zeros(3, 4, 5)
     image[0] = 1.0
@@ -783,13 +762,6 @@ def test_cleared_images_and_histograms_are_not_written(tmp_path):
 # CommonMetricPrinter
 
 
-@pytest.fixture
-def lines(caplog):
-    """Call it for what was logged so far."""
-    caplog.set_level(logging.INFO, logger="plumbing.events")
-    return lambda: caplog.messages
-
-
 def test_the_printer_shows_the_fields_in_order(lines, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with EventStorage() as storage:
@@ -846,76 +818,6 @@ def test_no_iteration_is_printed_twice_nor_one_past_the_last(lines):
             printer.write()
     assert [line.partition("iter: ")[2].split()[0] for line in lines()] == ["8", "9"]
     assert lines()[1].startswith(" eta: 0:00:00")
-
-
-# open_writers
-
-
-def test_what_is_left_is_written_at_the_end(tmp_path, lines):
-    with EventStorage() as storage, open_writers(str(tmp_path), 10, 0, 20) as writers:
-        assert all(isinstance(writer, EventWriter) for writer in writers)
-        storage.put_scalar("loss", scalar(1.5))
-    assert read_rows(tmp_path / "metrics.json")[0]["loss"] == 1.5
-    assert read_events(tmp_path).Scalars("loss")[0].value == 1.5
-    assert len(lines()) == 1
-
-
-def test_the_remaining_time_that_the_printer_finds_is_written_too(tmp_path, lines):
-    with EventStorage() as storage, open_writers(str(tmp_path), 101, 0, 20):
-        storage.put_scalar("time", 0.5)
-    assert read_rows(tmp_path / "metrics.json") == [
-        {"eta_seconds": 50.0, "iteration": 0, "time": 0.5}
-    ]
-    assert "eta: 0:00:50" in lines()[0]
-
-
-def test_what_is_left_is_written_after_an_exception_too(tmp_path, lines):
-    with (
-        contextlib.suppress(KeyError),
-        EventStorage(7) as storage,
-        open_writers(str(tmp_path), 10, 0, 20),
-    ):
-        storage.put_scalar("loss", scalar(1.5))
-        raise KeyError
-    assert read_rows(tmp_path / "metrics.json") == [{"iteration": 7, "loss": 1.5}]
-    assert len(lines()) == 1
-
-
-def test_a_writer_that_fails_at_the_end_keeps_no_other_from_writing(tmp_path):
-    class Failing(EventWriter):
-        def write(self):
-            raise OSError("disk full")
-
-    with EventStorage() as storage:
-        storage.put_scalar("loss", scalar(1.5))
-        (tmp_path / "metrics.json").mkdir()  # so that JSONWriter fails
-        with pytest.raises(OSError, match="metrics"), open_writers(str(tmp_path), 10, 0, 20):
-            pass
-    assert read_events(tmp_path).Scalars("loss")[0].value == 1.5
-
-
-def test_a_resumed_run_replaces_the_last_iteration_and_what_came_after(tmp_path):
-    for start_iter, iterations, value in ((0, range(6), 1.0), (4, range(3, 8), 2.0)):
-        with (
-            EventStorage(start_iter) as storage,
-            open_writers(str(tmp_path), 10, start_iter, 20) as writers,
-        ):
-            for storage.iter in iterations:
-                storage.put_scalar("loss", value, smoothing_hint=False)
-                for writer in writers:
-                    writer.write()
-    expected = [(i, 1.0) for i in range(3)] + [(i, 2.0) for i in range(3, 8)]
-    rows = read_rows(tmp_path / "metrics.json")
-    assert [(row["iteration"], row["loss"]) for row in rows] == expected
-    assert [(e.step, e.value) for e in read_events(tmp_path).Scalars("loss")] == expected
-
-
-def test_only_the_main_process_has_writers(tmp_path, monkeypatch):
-    monkeypatch.setattr(comm, "is_main_process", lambda: False)
-    with EventStorage() as storage, open_writers(str(tmp_path), 10, 0, 20) as writers:
-        storage.put_scalar("loss", 1.0)
-    assert writers == []
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_state_survives_a_file_without_pickled_classes():

@@ -6,12 +6,9 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 import torch
-
-from plumbing import comm
 
 from .storage import EventStorage, get_event_storage
 
@@ -171,25 +168,3 @@ class CommonMetricPrinter(EventWriter):
         seconds *= self._max_iter - storage.iter - 1
         storage.put_scalar("eta_seconds", seconds, smoothing_hint=False)
         return [f"eta: {datetime.timedelta(seconds=int(seconds))}"]
-
-
-@contextlib.contextmanager
-def open_writers(
-    output_dir: str, max_iter: int, start_iter: int, window_size: int
-) -> Iterator[list[EventWriter]]:
-    """Writers to the log, metrics.json and TensorBoard; [] on all ranks but the main one.
-
-    A resume replaces what was written from ``start_iter - 1`` on.  What is left at the end is
-    written, also after an exception.
-    """
-    first, json_file = max(start_iter - 1, 0), os.path.join(output_dir, "metrics.json")
-    writers = [
-        CommonMetricPrinter(max_iter, window_size),
-        JSONWriter(json_file, window_size, first),
-        TensorboardXWriter(output_dir, window_size, purge_step=first),
-    ] * comm.is_main_process()
-    with contextlib.ExitStack() as stack:
-        for writer in reversed(writers):
-            stack.callback(writer.close)
-            stack.callback(writer.write)
-        yield writers
