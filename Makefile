@@ -28,10 +28,9 @@ demo: .venv/installed build/cookiecutter.yaml  ## make a project in build/digits
 test: lint $(OLD)/installed  ## bake, run and measure generated projects
 	$(BIN)/python -m pytest
 
-bench: .venv/installed  ## run the measuring programs
-	@for program in tests/bench/*.py; do \
-	    test -e "$$program" || { echo "tests/bench holds no program yet"; break; }; \
-	    echo "$$program" && $(BIN)/python "$$program" || exit 1; done
+PROGRAMS ?=
+bench: .venv/installed  ## run the measuring programs: PROGRAMS="tests/bench/loop.py ..."
+	$(BIN)/python tests/bench $(PROGRAMS)
 
 KILLS ?= 100
 SEED ?= 0

@@ -4,14 +4,18 @@
     labels  (B,)          int64 in [0, 10)
 """
 
+import contextlib
+import functools
+import multiprocessing.connection
 import os
-import time
+import signal
 from zipfile import BadZipFile
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset
 
+from plumbing import comm
 from plumbing.comm import SettingsError
 from plumbing.preemption import signals_held
 from plumbing.samplers import InferenceSampler, TrainingBatchSampler, random_bits
@@ -40,25 +44,38 @@ class SeededSamples(Dataset):
         return self.dataset[index]
 
 
+@functools.cache
+def read_digits(path):
+    """The file's parts: {"digits_train": (images (N, 8, 8) float32, labels (N,) int64), ...}.
+
+    Raises:
+        SettingsError: the file is not what assets/digits.npz is.
+    """
+    try:
+        arrays = dict(np.load(path, allow_pickle=False))
+        is_test = np.zeros(len(arrays["labels"]), bool)
+        is_test[arrays["test_indices"]] = True
+        images = arrays["images"].astype(np.float32) / 16
+        labels = arrays["labels"].astype(np.int64)
+        parts = {"digits_train": ~is_test, "digits_test": is_test}
+        return {name: (images[part], labels[part]) for name, part in parts.items()}
+    except (OSError, EOFError, LookupError, ValueError, TypeError, BadZipFile) as error:
+        raise SettingsError(f"DATASETS.PATH: {path} is no archive of digits: {error}") from None
+
+
 class Digits(Dataset):
     """Handwritten digits (assets/digits.txt), fetched and augmented a batch at a time.
 
     Args:
+        names: parts of the file, one after the other; an index counts through all of them.
         seed, max_shift: images are shifted by up to ``max_shift`` pixels in both directions, as a
             function of (seed, epoch, index): it does not matter which process loads them.
     """
 
-    def __init__(self, path, name, seed=0, max_shift=0):
-        try:
-            arrays = dict(np.load(path, allow_pickle=False))
-            is_test = np.zeros(len(arrays["labels"]), bool)
-        except (OSError, EOFError, ValueError, KeyError, TypeError, BadZipFile) as error:
-            raise SettingsError(f"DATASETS.PATH: {path} is no archive of digits: {error}") from None
-        is_test[arrays["test_indices"]] = True
-        part = is_test if name == "digits_test" else ~is_test
-        images = arrays["images"][part].astype(np.float32) / 16
-        self.labels = arrays["labels"][part].astype(np.int64)
-        self.seed, self.max_shift = seed, max_shift
+    def __init__(self, path, names, seed=0, max_shift=0):
+        images, labels = zip(*(read_digits(path)[name] for name in names))
+        images, self.labels = np.concatenate(images), np.concatenate(labels)
+        self.seed, self.num_shifts = seed, np.uint64(2 * max_shift + 1)  # in each direction
         margin = ((0, 0), (max_shift, max_shift), (max_shift, max_shift))
         self.shifted = np.lib.stride_tricks.sliding_window_view(
             np.pad(images, margin), images.shape[1:], axis=(1, 2)
@@ -71,99 +88,191 @@ class Digits(Dataset):
         """keys: (B, 2) int64 of epoch and index, as plumbing.samplers makes them."""
         epochs, indices = np.asarray(keys).T
         bits = random_bits(self.seed, epochs, indices)
-        down, right = (
-            ((bits >> np.uint64(offset)) % np.uint64(2 * self.max_shift + 1)).astype(np.int64)
-            for offset in (0, 32)
-        )
-        images = self.shifted[indices, down, right]
-        return {
-            "images": torch.from_numpy(images)[:, None],
-            "labels": torch.from_numpy(self.labels[indices]),
-        }
+        down, right = np.divmod(bits % self.num_shifts**2, self.num_shifts)
+        images, labels = self.shifted[indices, down, right], self.labels[indices]
+        return {"images": torch.from_numpy(images[:, None]), "labels": torch.from_numpy(labels)}
 
 
-def build_train_loader(cfg, start_iter):
+def dataset_size(cfg):
+    """Samples in an epoch of the training: all of DATASETS.TRAIN, or the subset that is used."""
+    total = sum(map(len, _train_labels(cfg)))
+    return min(total, max(1, round(cfg.DATALOADER.RANDOM_SUBSET_RATIO * total)))
+
+
+def _train_labels(cfg):
+    digits = read_digits(os.path.join(HERE, cfg.DATASETS.PATH))
+    return [digits[name][1] for name in cfg.DATASETS.TRAIN]
+
+
+def plain_sampler(cfg, labels, size, start_iter):
+    """All samples once an epoch, if the settings want nothing else.
+
+    Raises:
+        SettingsError: they do, and sampling.build_train_sampler has to be given in its place.
+    """
+    weighted = cfg.DATALOADER.SAMPLER_TRAIN != "uniform" or cfg.DATASETS.TRAIN_WEIGHTS
+    if weighted or size < sum(map(len, labels)):
+        raise SettingsError("DATALOADER: build_train_loader got no sampler for these settings")
+    solver = cfg.SOLVER
+    return TrainingBatchSampler(size, solver.BATCH_SIZE, solver.ACCUM_STEPS, cfg.SEED, start_iter)
+
+
+def build_train_loader(cfg, start_iter, build_sampler=plain_sampler):
     """Endless; one item is the list of this rank's micro-batches of one iteration.
+
+    Args:
+        build_sampler: makes the batches' keys, as sampling.build_train_sampler does, from (cfg,
+            the labels of each data set, samples in an epoch, start_iter).
 
     Raises:
         SettingsError: the data set is smaller than a batch.
     """
     path = os.path.join(HERE, cfg.DATASETS.PATH)
     dataset = Digits(path, cfg.DATASETS.TRAIN, cfg.SEED, cfg.DATASETS.MAX_SHIFT)
-    solver = cfg.SOLVER
-    if len(dataset) < solver.BATCH_SIZE:
+    size = dataset_size(cfg)
+    if size < cfg.SOLVER.BATCH_SIZE:
         raise SettingsError(
-            f"SOLVER.BATCH_SIZE: {solver.BATCH_SIZE} is more than the {len(dataset)} samples of"
-            f" {cfg.DATASETS.TRAIN}"
+            f"SOLVER.BATCH_SIZE: {cfg.SOLVER.BATCH_SIZE} is more than the {size} samples of"
+            f" {' and '.join(cfg.DATASETS.TRAIN)} that are used"
         )
-    sampler = TrainingBatchSampler(
-        len(dataset), solver.BATCH_SIZE, solver.ACCUM_STEPS, cfg.SEED, start_iter
-    )
-    return _micro_batches(_data_loader(cfg, dataset, sampler), cfg)
+    sampler = build_sampler(cfg, _train_labels(cfg), size, start_iter)
+    batches = _micro_batches(_data_loader(cfg, dataset, sampler), cfg.SOLVER.ACCUM_STEPS)
+    return iter(Prefetcher(batches, cfg.MODEL.DEVICE))
 
 
 def build_test_loader(cfg, name):
-    """One pass over this rank's part of the data set called ``name``."""
-    dataset = Digits(os.path.join(HERE, cfg.DATASETS.PATH), name)
-    sampler = BatchSampler(InferenceSampler(len(dataset)), cfg.TEST.BATCH_SIZE, drop_last=False)
-    with signals_held():
-        batches = iter(_data_loader(cfg, dataset, [[(0, i) for i in batch] for batch in sampler]))
-    for data in batches:
-        yield to_device(data, cfg.MODEL.DEVICE)
+    """This rank's part of the data set called ``name``; ``len`` is the number of its batches."""
+    dataset = Digits(os.path.join(HERE, cfg.DATASETS.PATH), [name])
+    indices = np.fromiter(InferenceSampler(len(dataset)), np.int64)
+    keys = np.stack([np.zeros_like(indices), indices], axis=1)
+    starts = range(0, len(keys), cfg.TEST.BATCH_SIZE)
+    batches = [keys[start : start + cfg.TEST.BATCH_SIZE] for start in starts]
+    return Prefetcher(_data_loader(cfg, dataset, batches), cfg.MODEL.DEVICE)
+
+
+class Loader(DataLoader):
+    """A DataLoader whose workers get no signals; one that dies is a SettingsError, in one line.
+
+    The error comes where a batch is missing: torch's own handler raises it wherever the process
+    happens to be, in the midst of a save too.
+    """
+
+    def __iter__(self):
+        handler, others = signal.getsignal(signal.SIGCHLD), multiprocessing.active_children()
+        with signals_held():
+            iterator = super().__iter__()
+        with contextlib.suppress(ValueError):  # in another thread, where torch sets no handler
+            signal.signal(signal.SIGCHLD, handler)
+        workers = set(multiprocessing.active_children()) - set(others)
+        while True:
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            except Exception:
+                if workers:
+                    _end(workers)
+                raise
+            yield batch
+
+
+def _end(workers):
+    """End these processes; raise if one of them had died, or was about to."""
+    multiprocessing.connection.wait([worker.sentinel for worker in workers], timeout=0.5)
+    codes = [worker.exitcode for worker in workers if worker.exitcode]
+    for worker in workers:
+        worker.kill()  # one that waits for a lock of the dead would not end by itself
+    if codes:
+        cause = signal.Signals(-codes[0]).name if codes[0] < 0 else f"exit status {codes[0]}"
+        raise SettingsError(
+            f"DATALOADER.NUM_WORKERS: a worker of rank {comm.get_rank()} died of {cause}; if"
+            " memory was short, lower it or PREFETCH_FACTOR, then --resume"
+        ) from None
+
+
+class Prefetcher:
+    """What a loader yields, on a device: a GPU gets the next item while it computes with this one.
+
+    The copies run on a stream of their own, from pinned memory, and the stream that computes waits
+    for its item only.  One item at most is drawn ahead; an error in drawing it is raised when its
+    turn comes.  For the CPU the items are handed on as they are.
+
+    Args:
+        device: "cpu" or "cuda", this rank's GPU.
+    """
+
+    def __init__(self, data_loader, device):
+        self._data_loader, self._device = data_loader, device
+
+    def __len__(self):
+        return len(self._data_loader)
+
+    def __iter__(self):
+        return self._copies() if self._device == "cuda" else iter(self._data_loader)
+
+    def _copies(self):
+        items, stream = iter(self._data_loader), torch.cuda.Stream()
+        item, error = self._draw(items, stream)
+        while error is None:
+            torch.cuda.current_stream().wait_stream(stream)
+            for tensor in _tensors(item):
+                tensor.record_stream(torch.cuda.current_stream())  # or its memory is taken too soon
+            ahead = self._draw(items, stream)
+            yield item
+            item, error = ahead
+        if not isinstance(error, StopIteration):
+            raise error
+
+    def _draw(self, items, stream):
+        try:
+            item = next(items)
+            with torch.cuda.stream(stream):
+                return to_device(item, self._device), None
+        except Exception as error:
+            return None, error
 
 
 def to_device(data, device):
-    return {name: tensor.to(device, non_blocking=True) for name, tensor in data.items()}
+    """Tensors in dicts, lists and tuples, on the device; from pinned memory without waiting."""
+    if isinstance(data, dict):
+        return {name: to_device(each, device) for name, each in data.items()}
+    if isinstance(data, (list, tuple)):
+        return type(data)([to_device(each, device) for each in data])
+    return data.to(device, non_blocking=True)
 
 
-class IterationTimer:
-    """Hands on what a loader yields, and measures in seconds the wait for it and the iterations.
-
-    ``batch_size`` is that of an iteration, over all ranks.
-    """
-
-    def __init__(self, data_loader, batch_size):
-        self._data_loader, self._batch_size = data_loader, batch_size
-        self._start, self._num_iters = None, 0  # since the last lap
-        self.data_time = torch.zeros(())  # of the last wait
-
-    def __iter__(self):
-        start = time.perf_counter()
-        for item in self._data_loader:
-            now = time.perf_counter()
-            self.data_time = torch.scalar_tensor(now - start)
-            self._start = self._start or start
-            self._num_iters += 1
-            yield item
-            start = time.perf_counter()
-
-    def lap(self):
-        """Means since the last lap, without what came between that and the next wait for data.
-
-        It belongs after the values of an iteration were read: then a GPU has caught up.
-        """
-        seconds = (time.perf_counter() - self._start) / self._num_iters
-        self._start, self._num_iters = None, 0
-        return {"time": seconds, "samples_per_second": self._batch_size / seconds}
+def _tensors(data):
+    if isinstance(data, (dict, list, tuple)):
+        for each in data.values() if isinstance(data, dict) else data:
+            yield from _tensors(each)
+    else:
+        yield data
 
 
 def _data_loader(cfg, dataset, batch_sampler):
-    return DataLoader(
+    num_workers = cfg.DATALOADER.NUM_WORKERS
+    return Loader(
         dataset,
         batch_sampler=batch_sampler,
         collate_fn=_as_fetched,
-        num_workers=cfg.DATALOADER.NUM_WORKERS,
+        num_workers=num_workers,
+        worker_init_fn=_ignore_signals,
+        prefetch_factor=cfg.DATALOADER.PREFETCH_FACTOR if num_workers else None,
         pin_memory=cfg.MODEL.DEVICE == "cuda",
         generator=torch.Generator(),  # its own, so that it draws nothing from the training's
     )
 
 
-def _micro_batches(data_loader, cfg):
-    with signals_held():
-        iterator = iter(data_loader)
+def _ignore_signals(worker_id):
+    """Workers that are not forked lose what signals_held has blocked for them."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _micro_batches(data_loader, num_micro_batches):
+    iterator = iter(data_loader)
     while True:
-        batches = [next(iterator) for _ in range(cfg.SOLVER.ACCUM_STEPS)]
-        yield [to_device(data, cfg.MODEL.DEVICE) for data in batches]
+        yield [next(iterator) for _ in range(num_micro_batches)]
 
 
 def _as_fetched(batch):

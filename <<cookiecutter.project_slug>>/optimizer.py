@@ -1,178 +1,343 @@
-"""What is optimized how: groups of parameters, optimizer, clipping, steps that are left out."""
+"""What is optimized how: the optimizer, groups of parameters, and what a resume takes over."""
 
+import ast
+import difflib
+import fnmatch
+import inspect
 import logging
 import math
+import types
+import typing
 
 import torch
 from torch import nn
-from torch.nn.utils import clip_grads_with_norm_
 
 from plumbing.comm import SettingsError
-from plumbing.events import get_event_storage
+
+logger = logging.getLogger(__name__)
 
 NORM_LAYERS = nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm
+STACKS = nn.Sequential, nn.ModuleList
+
+UNSUITABLE = {
+    "LBFGS": "evaluates the loss several times in a step (by a closure): the loop does it once",
+    "SparseAdam": "takes sparse gradients only, of all parameters: Adam takes those of the loop",
+}
+# Arguments that have a setting of their own, and those that are chosen for the machine.
+SETTINGS = {
+    "lr": "BASE_LR",
+    "weight_decay": "WEIGHT_DECAY",
+    "momentum": "MOMENTUM",
+    "nesterov": "NESTEROV",
+    "betas": "BETAS",
+}
+CHOSEN = {"params", "fused", "capturable", "differentiable"}
+# What some arguments, when they are on, keep of each parameter; it starts at zero.
+STATE_OF = {"momentum": "momentum_buffer", "amsgrad": "max_exp_avg_sq", "centered": "grad_avg"}
 
 
 def build_optimizer(cfg, model):
-    solver = cfg.SOLVER
-    groups = parameter_groups(cfg, model)
-    if solver.OPTIMIZER == "SGD":
-        momentum = {"momentum": solver.MOMENTUM, "nesterov": solver.NESTEROV}
-        optimizer = torch.optim.SGD(groups, solver.BASE_LR, fused=True, **momentum)
-        # The fused SGD leaves them uninitialized if the very first step is left out.
-        for parameter in (p for g in optimizer.param_groups for p in g["params"] if g["momentum"]):
+    """The optimizer, whose state is saved and resumed by the names of the parameters.
+
+    Raises:
+        SettingsError: a setting cannot work, or not with this model.
+    """
+    kind, arguments = setup_optimizer(cfg)
+    if "capturable" in arguments:  # otherwise some read their state from the GPU in each step
+        arguments["capturable"] = cfg.MODEL.DEVICE == "cuda"
+    groups = build_parameter_groups(cfg, model)
+    try:
+        optimizer = kind(groups, **arguments)
+    except ValueError as error:
+        reason = " ".join(str(error).split())
+        raise SettingsError(f"SOLVER.OPTIMIZER: {kind.__name__}: {reason}") from None
+    # The fused SGD leaves them uninitialized if the very first step is left out.
+    if isinstance(optimizer, torch.optim.SGD) and cfg.SOLVER.MOMENTUM > 0:
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-    else:
-        optimizer = torch.optim.AdamW(groups, solver.BASE_LR, solver.BETAS, fused=True)
+    optimizer.register_state_dict_post_hook(save_kind)
     optimizer.register_load_state_dict_pre_hook(keep_settings_on_load)
+    table = describe_groups(model, optimizer)
+    logger.info("Groups of parameters for %s:\n%s", kind.__name__, table)
     return optimizer
 
 
-def parameter_groups(cfg, model):
-    """One group of named parameters for each learning rate and weight decay.
+def setup_optimizer(cfg):
+    """The class of the optimizer and its arguments, after a step with them on one parameter.
 
-    Norm layers have a decay of their own, for all their parameters; so have the biases elsewhere.
-    Frozen parameters are left out, a shared one counts once.
+    It may be any in torch.optim or this file that can do with one gradient.
+
+    Raises:
+        SettingsError: names the setting, its value and what is possible.
     """
     solver = cfg.SOLVER
+    name, text = solver.OPTIMIZER, solver.OPTIMIZER_ARGS
+    classes = {each.__name__: each for each in _subclasses(torch.optim.Optimizer)}
+    if name in UNSUITABLE:
+        raise SettingsError(f"SOLVER.OPTIMIZER: {name} {UNSUITABLE[name]}")
+    known = sorted(classes.keys() - UNSUITABLE.keys())
+    if name not in known:
+        near = _nearest(name, known)
+        one_of = ", ".join(known)
+        raise SettingsError(f"SOLVER.OPTIMIZER: {name!r}: did you mean {near}?  One of {one_of}")
+
+    kind, parameters = classes[name], inspect.signature(classes[name], eval_str=True).parameters
+    settings = {
+        "lr": solver.BASE_LR,
+        "weight_decay": solver.WEIGHT_DECAY,
+        "momentum": solver.MOMENTUM,
+        "nesterov": solver.NESTEROV,
+        "betas": tuple(solver.BETAS),
+    }
+    for key, value, argument in (
+        ("WEIGHT_DECAY", solver.WEIGHT_DECAY, "weight_decay"),
+        ("WEIGHT_DECAY_NORM", solver.WEIGHT_DECAY_NORM, "weight_decay"),
+        ("WEIGHT_DECAY_BIAS", solver.WEIGHT_DECAY_BIAS, "weight_decay"),
+        ("NESTEROV", solver.NESTEROV, "nesterov"),
+    ):
+        if argument not in parameters and value > 0:
+            off = type(value)(0)
+            raise SettingsError(f"SOLVER.{key}: {value}: {name} has no {argument}: set {off}")
+
+    arguments = {key: value for key, value in settings.items() if key in parameters}
+    arguments.update(parse_arguments(text, name, parameters))
+    if "fused" in parameters and "foreach" not in arguments:
+        arguments["fused"] = True
+    elif "foreach" in parameters and name != "Adafactor":  # which is chosen to save memory
+        arguments.setdefault("foreach", True)
+    if "capturable" in parameters and "fused" not in arguments:
+        arguments["capturable"] = False
+
+    trial = nn.Parameter(torch.zeros(1, 1))
+    trial.grad = torch.zeros(1, 1)
+    try:
+        kind([trial], **arguments).step()
+    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        key, value = ("OPTIMIZER_ARGS", text) if text else ("OPTIMIZER", name)
+        reason = " ".join(str(error).split())
+        raise SettingsError(f"SOLVER.{key}: {value!r}: {name} refuses it: {reason}") from None
+    if solver.NONFINITE == "skip" and "fused" not in arguments:
+        fused = [each for each in known if "fused" in inspect.signature(classes[each]).parameters]
+        one_of = ", ".join(fused)
+        raise SettingsError(f"SOLVER.NONFINITE: 'skip' needs a fused optimizer, one of {one_of}")
+    return kind, arguments
+
+
+def parse_arguments(text, name, parameters):
+    """The dict that "eps=1e-6, amsgrad=True" stands for, checked for ``parameters`` of a class."""
+    key = "SOLVER.OPTIMIZER_ARGS"
+    try:
+        call = ast.parse(f"f({text})", mode="eval").body
+        arguments = {each.arg: ast.literal_eval(each.value) for each in call.keywords}
+        named = not call.args and None not in arguments and len(arguments) == len(call.keywords)
+        possible = named and isinstance(call.func, ast.Name)
+    except (AttributeError, MemoryError, RecursionError, SyntaxError, TypeError, ValueError):
+        possible = False
+    if not possible:
+        raise SettingsError(f"{key}: {text!r} must be as in Python: eps=1e-6, amsgrad=True")
+    free = sorted(parameters.keys() - SETTINGS.keys() - CHOSEN)
+    for argument, value in arguments.items():
+        if argument in SETTINGS:
+            raise SettingsError(f"{key}: {argument}: set SOLVER.{SETTINGS[argument]} instead")
+        if argument not in free:
+            takes = f"did you mean {_nearest(argument, free)}?  It takes {', '.join(free)}"
+            raise SettingsError(f"{key}: {argument}: {name} has no such argument: {takes}")
+        wanted = parameters[argument].annotation
+        if not _fits(value, wanted):
+            wanted = inspect.formatannotation(wanted)
+            raise SettingsError(f"{key}: {argument}: {value!r} must be {wanted}")
+    return arguments
+
+
+def build_parameter_groups(cfg, model):
+    """One group of named parameters for each learning rate and weight decay.
+
+    The rate is BASE_LR times the factors that apply: for a bias BIAS_LR_FACTOR, then that of
+    LR_FACTORS, then LAYER_DECAY for each layer above (see layer_numbers).  Norm layers have a decay
+    of their own, for all their parameters; so have the biases elsewhere; WEIGHT_DECAY_FACTORS
+    multiplies it.  Frozen parameters are left out, a shared one counts once, by its first name.
+    Groups with BASE_LR itself come first: the rate that is logged is that of the first group.
+    """
+    solver = cfg.SOLVER
+    model = _bare(model)
+    names = [name for name, _ in model.named_parameters()]
+    lr_factors = match_factors(names, "SOLVER.LR_FACTORS", solver.LR_FACTORS)
+    decay_factors = match_factors(names, "SOLVER.WEIGHT_DECAY_FACTORS", solver.WEIGHT_DECAY_FACTORS)
+    layers = layer_numbers(model)
+    top = max(layers.values(), default=0)
+    if top == 0 and solver.LAYER_DECAY < 1:
+        rule = "counts layers in nn.Sequential and nn.ModuleList, and this model has none"
+        raise SettingsError(f"SOLVER.LAYER_DECAY: {solver.LAYER_DECAY}: {rule}: set 1.0")
     groups, seen = {}, set()
     for module_name, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             if not parameter.requires_grad or parameter in seen:
                 continue
             seen.add(parameter)
+            full_name = f"{module_name}.{name}".removeprefix(".")
             lr, decay = solver.BASE_LR, solver.WEIGHT_DECAY
-            if name == "bias":
+            if "bias" in name.split("_"):  # in_proj_bias and bias_ih_l0 too
                 lr *= solver.BIAS_LR_FACTOR
                 decay = decay if solver.WEIGHT_DECAY_BIAS < 0 else solver.WEIGHT_DECAY_BIAS
             if isinstance(module, NORM_LAYERS):
                 decay = solver.WEIGHT_DECAY_NORM
+            lr *= lr_factors[full_name] * solver.LAYER_DECAY ** (top - layers[parameter])
+            decay *= decay_factors[full_name]
             group = groups.setdefault((lr, decay), {"lr": lr, "weight_decay": decay, "params": []})
-            full_name = f"{module_name}.{name}".removeprefix("module.").removeprefix(".")
             group["params"].append((full_name, parameter))
-    return list(groups.values())
+    if not groups:
+        raise SettingsError("SOLVER.OPTIMIZER: the model has no parameter that is to be trained")
+    return sorted(groups.values(), key=lambda group: group["lr"] != solver.BASE_LR)
+
+
+def match_factors(names, key, rules):
+    """{name: factor} by ``rules`` such as "features.*=0.1"; 1.0 where none matches.
+
+    A pattern is one of the shell (fnmatch), for the whole name: "*" matches dots too.  The first
+    rule that matches a name counts.
+
+    Raises:
+        SettingsError: a rule is none, or would have no effect.
+    """
+    factors = {}
+    for rule in rules:
+        pattern, factor = split_rule(key, rule)
+        found = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
+        if not found:
+            modules = {f"{name[:i]}.*" for name in names for i, c in enumerate(name) if c == "."}
+            near = _nearest(pattern, [*names, *sorted(modules)])
+            raise SettingsError(f"{key}: {rule!r} matches no parameter: did you mean {near}?")
+        if factors.keys() >= set(found):
+            raise SettingsError(f"{key}: {rule!r} comes after rules for all that it matches")
+        factors.update((name, factor) for name in found if name not in factors)
+    return {name: factors.get(name, 1.0) for name in names}
+
+
+def split_rule(key, rule):
+    """("features.*", 0.1) of "features.*=0.1"."""
+    pattern, _, factor = rule.rpartition("=") if isinstance(rule, str) else ("", "", "")
+    try:
+        factor = float(factor)
+    except ValueError:
+        factor = -1.0
+    if not pattern or not 0 <= factor < math.inf:
+        rule = f"{rule!r} must be PATTERN=FACTOR with a number that is 0 or more"
+        raise SettingsError(f"{key}: {rule}, such as 'features.*=0.1'")
+    return pattern.strip(), factor
+
+
+def layer_numbers(model):
+    """{parameter: number of its layer}, in the order in which the modules were registered.
+
+    Layers 1, 2, ... are the children that hold parameters of each nn.Sequential and nn.ModuleList;
+    where such a child is one itself, its children instead; what is inside a layer counts no
+    further.  A norm layer among them belongs to the layer before it.  Outside of them, parameters
+    belong to layer 0 if they come before layer 1 (patches, positions, tokens), and else to the
+    layer before them; those after the last layer (norm, head) are a layer of their own, the top.
+    For a vision transformer that are the layers of BEiT (Bao et al., 2021, as ELECTRA, Clark et
+    al., 2020): embedding 0, "blocks.3." 4, head the number of blocks plus 1.
+    """
+    found, count = {}, 0
+
+    def visit(module, inside):
+        nonlocal count
+        for parameter in module.parameters(recurse=False):
+            found.setdefault(parameter, (count, inside))
+        for child in module.children():
+            in_stack = isinstance(module, STACKS) and not isinstance(child, STACKS) and not inside
+            if in_stack and not isinstance(child, NORM_LAYERS):
+                count += any(parameter not in found for parameter in child.parameters())
+            visit(child, inside or in_stack)
+
+    visit(model, False)
+    return {
+        parameter: number + (number == count and count > 0 and not inside)
+        for parameter, (number, inside) in found.items()
+    }
+
+
+def describe_groups(model, optimizer):
+    """A table with a line for each group of parameters; the rates are those before the schedule."""
+    keys = "lr", "weight_decay", "param_names", "params"
+    rows = [tuple(group[key] for key in keys) for group in optimizer.param_groups]
+    rows = [(f"{lr:.4g}", f"{decay:.4g}", *rest) for lr, decay, *rest in rows]
+    frozen = {n: p for n, p in _bare(model).named_parameters() if not p.requires_grad}
+    rows += [("frozen", "", list(frozen), frozen.values())] if frozen else []
+    lines = [f"{'lr':>10} {'decay':>10} {'tensors':>8} {'parameters':>12}  names"]
+    for lr, decay, names, parameters in rows:
+        size = sum(parameter.numel() for parameter in parameters)
+        some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+        lines.append(f"{lr:>10} {decay:>10} {len(names):>8} {size:>12,}  {some}")
+    return "\n".join(lines)
+
+
+def save_kind(optimizer, state):
+    """Keep the name of the class: that of Adam and of AdamW look the same."""
+    state["kind"] = type(optimizer).__name__
 
 
 def keep_settings_on_load(optimizer, saved):
-    """On a resume the state comes from the file, by parameter names; the settings stay."""
+    """On a resume the state comes from the file, by parameter names; the settings stay.
+
+    Raises:
+        SettingsError: it is the state of another optimizer.
+    """
+    kind = type(optimizer).__name__
+    saved_kind = saved.get("kind", kind)
+    if saved_kind != kind:
+        advice = f"go back to {saved_kind}, or start elsewhere with the file as MODEL.WEIGHTS"
+        raise SettingsError(f"SOLVER.OPTIMIZER: {kind}: {saved_kind} was saved: {advice}")
     named = [zip(group["param_names"], group["params"]) for group in saved["param_groups"]]
-    state_of = {name: saved["state"].get(i) for group in named for name, i in group}
+    state_of = {name: saved["state"].get(i, {}) for group in named for name, i in group}
     groups = optimizer.state_dict()["param_groups"]
-    if groups[0].keys() != saved["param_groups"][0].keys():
-        kind = type(optimizer).__name__
-        raise SettingsError(f"--resume: another optimizer than {kind} was saved: go back to it")
     state, new = {}, []
     for group, own in zip(groups, optimizer.param_groups):
         for i, name, parameter in zip(group["params"], own["param_names"], own["params"]):
-            state[i] = state_of.get(name)
-            if state[i] is None and saved["state"]:
+            if saved["state"] and not state_of.get(name):
                 new.append(name)
-                # The fused SGD wants a momentum for all parameters or for none.
-                sgd = isinstance(optimizer, torch.optim.SGD)
-                state[i] = {"momentum_buffer": torch.zeros_like(parameter)} if sgd else None
+            state[i] = {**optimizer.state.get(parameter, {}), **state_of.get(name, {})}
+            for argument, key in STATE_OF.items():
+                if not group.get(argument):
+                    state[i].pop(key, None)
+                elif state[i]:
+                    state[i].setdefault(key, torch.zeros_like(parameter))
     if new:
-        logging.getLogger(__name__).warning("The optimizer starts anew for %s", ", ".join(new))
-    return {"state": {i: s for i, s in state.items() if s is not None}, "param_groups": groups}
+        logger.warning("The optimizer starts anew for %s", ", ".join(new))
+    return {"state": {i: s for i, s in state.items() if s}, "param_groups": groups}
 
 
-def build_grad_scaler(cfg, model):
-    amp = cfg.SOLVER.AMP
-    float16 = amp.ENABLED and amp.DTYPE == "float16"
-    if cfg.SOLVER.NONFINITE == "skip":
-        return SkippingScaler(cfg.MODEL.DEVICE, float16, model, cfg.SOLVER.MAX_SKIPS)
-    return OverflowScaler(cfg.MODEL.DEVICE) if float16 else NoScaler()
+def _subclasses(kind):
+    """Those of torch.optim and of this file, at any depth."""
+    for each in kind.__subclasses__():
+        if each.__module__.startswith(("torch.optim", __name__)):
+            yield each
+        yield from _subclasses(each)
 
 
-class NoScaler:
-    """Stands where a torch.amp.GradScaler would, and lets everything through."""
-
-    finite = ("loss", "grad_norm")  # what EventStorage.reduce has to insist on
-
-    def scale(self, losses):
-        return losses
-
-    def unscale_(self, optimizer):
-        pass
-
-    def step(self, optimizer):
-        optimizer.step()
-
-    def update(self):
-        pass
-
-    def state_dict(self):
-        return {}
-
-    def load_state_dict(self, state):
-        pass
+def _fits(value, wanted):
+    """Whether a value is what an annotation asks for; a number must be finite."""
+    if typing.get_origin(wanted) in (typing.Union, types.UnionType):
+        return any(_fits(value, each) for each in typing.get_args(wanted))
+    if typing.get_origin(wanted) is tuple:
+        parts = typing.get_args(wanted)
+        right = isinstance(value, tuple) and len(value) == len(parts)
+        return right and all(_fits(item, part) for item, part in zip(value, parts))
+    if wanted in (int, float):
+        kinds = (int, float) if wanted is float else int
+        return isinstance(value, kinds) and not isinstance(value, bool) and math.isfinite(value)
+    known = isinstance(wanted, type) and wanted is not inspect.Parameter.empty
+    return not known or isinstance(value, wanted)
 
 
-class OverflowScaler(torch.amp.GradScaler):
-    """torch's, for float16: it leaves out a step whose gradients overflow, and scales less then."""
-
-    finite = ("loss",)
-
-
-class SkippingScaler(torch.amp.GradScaler):
-    """Leaves out each step whose gradients are not finite; ``max_skips`` in a row are an error.
-
-    The gradients are those of all ranks, so all leave it out.  Floating point buffers, such as
-    batch-norm statistics, keep their values as well.  Nothing is read: the fused optimizers look at
-    ``found_inf`` on the device.
-    """
-
-    finite = ("skips_in_a_row",)
-
-    def __init__(self, device, enabled, model, max_skips):
-        super().__init__(device, enabled=enabled)
-        self.max_skips = max_skips
-        self.buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
-        self.kept = None  # the buffers before the first forward pass of an iteration
-        model.register_forward_pre_hook(self._keep_buffers)
-        self.skips = self.in_a_row = torch.zeros((), device=device)
-
-    def step(self, optimizer):
-        bad = ~grad_norm_of(optimizer).isfinite()
-        optimizer.grad_scale, optimizer.found_inf = None, bad.float().reshape(1)
-        super().step(optimizer)
-        with torch.no_grad():
-            for buffer, kept in zip(self.buffers, self.kept or ()):
-                buffer.copy_(torch.where(bad, kept, buffer))
-        self.kept = None
-        self.skips, self.in_a_row = self.skips + bad, (self.in_a_row + 1) * bad
-        too_many = torch.where(self.in_a_row < self.max_skips, self.in_a_row, math.inf)
-        counts = {"skips_in_a_row": too_many, "skips": self.skips}
-        get_event_storage().put_scalars(counts, smoothing_hint=False)
-
-    def _keep_buffers(self, model, _):
-        if model.training and self.kept is None:
-            self.kept = [buffer.clone() for buffer in self.buffers]
-
-    def state_dict(self):
-        mine = {"skips": self.skips, "in_a_row": self.in_a_row}
-        return {**super().state_dict(), **mine}
-
-    def load_state_dict(self, state):
-        self.skips, self.in_a_row = (
-            state.get(name, torch.zeros(())).to(self.skips.device) for name in ("skips", "in_a_row")
-        )
-        super().load_state_dict(state)
+def _nearest(word, known):
+    spelt = {each.lower(): each for each in known}
+    near = difflib.get_close_matches(word.lower(), spelt, 1, cutoff=0.0)
+    return spelt[near[0]] if near else "none"
 
 
-def clip_grad_norm_(optimizer, max_norm):
-    """Scale all gradients together down to a norm of ``max_norm`` (inf: never).
-
-    Returns their norm before, a tensor: nothing is read.  torch.nn.utils.clip_grad_norm_ gives the
-    same, but multiplies also by 1.
-    """
-    norm = grad_norm_of(optimizer)
-    if max_norm < math.inf:
-        for group in optimizer.param_groups:
-            clip_grads_with_norm_(group["params"], max_norm, norm)
-    return norm
-
-
-def grad_norm_of(optimizer):
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+def _bare(model):
+    """The model without what DataParallel, DistributedDataParallel and compile add."""
+    parallel = nn.DataParallel, nn.parallel.DistributedDataParallel
+    while isinstance(model, parallel) or hasattr(model, "_orig_mod"):
+        model = model.module if isinstance(model, parallel) else model._orig_mod
+    return model

@@ -12,44 +12,48 @@ import argparse
 import logging
 import os
 
-from data import IterationTimer, build_test_loader, build_train_loader
-from defaults import check_cfg, freeze_cfg, get_cfg, save_cfg
-from evaluation import build_evaluator, inference_context
-from hardware import build_autocast, build_parallel
+import torch
+
+from data import build_test_loader, build_train_loader, dataset_size
+from defaults import check_cfg, expected_results, freeze_cfg, get_cfg, save_cfg
+from evaluation import build_evaluators, inference_on_dataset
+from gradients import build_grad_scaler, build_gradients
+from hardware import build_autocast, build_parallel, setup_backends
 from model import build_model, sum_losses
-from optimizer import build_grad_scaler, build_optimizer, clip_grad_norm_
+from optimizer import build_optimizer, setup_optimizer
 from plumbing import comm
 from plumbing.checkpoint import BestCheckpointer, Checkpointer, PeriodicCheckpointer
 from plumbing.events import EventStorage, get_event_storage
 from plumbing.preemption import StopRequest
 from plumbing.settings import merge_settings
 from plumbing.setup import choose_device, launch, set_random_state, setup_run
-from records import load_results, log_results, open_writers, save_results
+from records import load_results, log_results, open_writers, save_results, verify_results
+from sampling import build_train_sampler
+from scaling import maybe_scale_to_ranks, setup_length
 from schedule import build_lr_scheduler
+from timing import build_timer
 
 logger = logging.getLogger("train")
 
 
 def is_due(iteration, max_iter, *periods):
     """Whether one of the periods ends with this iteration; the meaning of 0 is in defaults.py."""
-    num_iters, is_last = iteration + 1, iteration == max_iter - 1
-    return num_iters > 0 and any(
-        is_last if period == 0 else period > 0 and (is_last or num_iters % period == 0)
-        for period in periods
-    )
+    if iteration == max_iter - 1:
+        return max(periods) >= 0
+    for period in periods:
+        if period > 0 and iteration % period == period - 1:
+            return iteration >= 0
+    return False
 
 
 def do_test(cfg, model):
     """Evaluate on every test set: {"digits_test/accuracy": 0.99, ...}, the same on all ranks."""
-    set_random_state(cfg.SEED)
     results = {}
+    autocast = build_autocast(cfg) if cfg.TEST.AMP else None
     for name in cfg.DATASETS.TEST:
-        evaluator = build_evaluator(cfg, name)
-        evaluator.reset()
-        with inference_context(model):
-            for data in build_test_loader(cfg, name):
-                evaluator.process(data, model(data))
-        numbers = evaluator.evaluate() or {}
+        set_random_state(cfg.SEED)
+        evaluators, data_loader = build_evaluators(cfg, name), build_test_loader(cfg, name)
+        numbers = inference_on_dataset(model, data_loader, evaluators, name, autocast)
         log_results(name, numbers)
         results.update((f"{name}/{key}", value) for key, value in numbers.items())
     return results
@@ -57,6 +61,7 @@ def do_test(cfg, model):
 
 def catch_up(cfg, model, iteration, periods, writers, best_checkpointer):
     """On a resume: what the loop does after a save, for the run may have ended before it could."""
+    logger.info("Starting training from iteration %d", iteration + 1)
     storage, results = get_event_storage(), {}
     storage.iter = iteration
     if iteration >= cfg.SOLVER.MAX_ITER:
@@ -65,7 +70,7 @@ def catch_up(cfg, model, iteration, periods, writers, best_checkpointer):
         results = do_test(cfg, model)
         storage.put_scalars(results, smoothing_hint=False)
         best_checkpointer.step(iteration, results)
-    if is_due(iteration, cfg.SOLVER.MAX_ITER, *periods):
+    if iteration == 0 or is_due(iteration, cfg.SOLVER.MAX_ITER, *periods):
         for writer in writers:
             writer.write()
     return results
@@ -76,28 +81,30 @@ def do_train(cfg, model, resume=False):
     model.train()
     optimizer = build_optimizer(cfg, model)
     scheduler = build_lr_scheduler(cfg, optimizer)
+    gradients = build_gradients(cfg, optimizer)
     scaler = build_grad_scaler(cfg, model)  # does nothing unless float16, or told to skip
     autocast = build_autocast(cfg)
+    share = torch.tensor(1 / cfg.SOLVER.ACCUM_STEPS, device=cfg.MODEL.DEVICE)  # of a micro-batch
 
     checkpointer = Checkpointer(
         model, cfg.OUTPUT_DIR, optimizer=optimizer, scheduler=scheduler, scaler=scaler
     )
     extra = checkpointer.resume_or_load(cfg.MODEL.WEIGHTS, resume=resume)
-    start_iter = extra.get("iteration", -1) + 1
-    max_iter = cfg.SOLVER.MAX_ITER
+    start_iter, max_iter = extra.get("iteration", -1) + 1, cfg.SOLVER.MAX_ITER
     periods = cfg.LOG_PERIOD, cfg.SOLVER.CHECKPOINT_PERIOD, cfg.TEST.EVAL_PERIOD
     periodic_checkpointer = PeriodicCheckpointer(
         checkpointer, cfg.SOLVER.CHECKPOINT_PERIOD, max_iter, cfg.SOLVER.CHECKPOINTS_TO_KEEP
     )
     best_checkpointer = BestCheckpointer(checkpointer, cfg.TEST.BEST_METRIC, cfg.TEST.BEST_MODE)
-    data_loader = IterationTimer(build_train_loader(cfg, start_iter), cfg.SOLVER.BATCH_SIZE)
-
+    data_loader = build_train_loader(cfg, start_iter, build_train_sampler)
+    data_loader = build_timer(cfg, start_iter, data_loader)
     save_cfg(cfg)
-    logger.info("Starting training from iteration %d", start_iter)
+
     with (
         EventStorage(start_iter) as storage,
         open_writers(cfg, start_iter) as writers,
         StopRequest(start_iter) as stop_request,
+        data_loader,
     ):
         checkpointer.add_checkpointable("storage", storage)
         results = catch_up(cfg, model, start_iter - 1, periods, writers, best_checkpointer)
@@ -110,21 +117,20 @@ def do_train(cfg, model, resume=False):
                     with autocast:
                         loss_dict = model(data)
                         losses = sum_losses(loss_dict)
-                    scaler.scale(losses / len(batches)).backward()
+                    scaler.scale(losses).backward(share)
                 storage.put_scalars({"total_loss": losses, **loss_dict})
 
             scaler.unscale_(optimizer)
-            grad_norm = clip_grad_norm_(optimizer, cfg.SOLVER.CLIP_GRAD_NORM)
+            storage.put_norm("grad_norm", gradients.clip())
             scaler.step(optimizer)
             scaler.update()
-            optimizer.zero_grad()
-            storage.put_scalars(grad_norm=grad_norm, data_time=data_loader.data_time)
-            storage.put_scalar("lr", scheduler.get_last_lr()[0], smoothing_hint=False)
+            gradients.clear()
+            storage.put_scalar("lr", optimizer.param_groups[0]["lr"], smoothing_hint=False)
             scheduler.step()
 
             # Log before saving: a loss that is not finite raises here, on all ranks.
             stop = stop_request.agreed(iteration)
-            if stop or is_due(iteration, max_iter, *periods):
+            if stop or iteration == 0 or is_due(iteration, max_iter, *periods):
                 storage.reduce(finite=scaler.finite)
                 storage.put_scalars(data_loader.lap(), smoothing_hint=False)
                 for writer in writers:
@@ -133,10 +139,9 @@ def do_train(cfg, model, resume=False):
             # Save before evaluating: a bug in an evaluator must not cost the run.
             periodic_checkpointer.step(iteration, force=stop)
             if stop:
-                logger.info("Stopped after iteration %d; --resume goes on from there", iteration)
                 return None
 
-            if is_due(iteration, max_iter, cfg.TEST.EVAL_PERIOD):
+            if is_due(iteration, max_iter, periods[-1]):
                 results = do_test(cfg, model)
                 storage.put_scalars(results, smoothing_hint=False)
                 best_checkpointer.step(iteration, results)
@@ -149,13 +154,17 @@ def setup(args):
     merge_settings(cfg, args.config, args.opts)
     if args.eval_only and not (cfg.MODEL.WEIGHTS or args.resume):
         raise comm.SettingsError("--eval-only: of what?  Set MODEL.WEIGHTS, or add --resume")
-    check_cfg(cfg, num_ranks=int(os.environ.get("WORLD_SIZE", 1)))
+    num_ranks = int(os.environ.get("WORLD_SIZE", 1))
+    changes = maybe_scale_to_ranks(cfg, num_ranks)
+    check_cfg(cfg, num_ranks)
+    setup_optimizer(cfg)  # now, so that what cannot work is refused before anything is done
     device = choose_device(cfg.MODEL.DEVICE)
     cfg.MODEL.DEVICE = device.type
     comm.init_process_group(device, cfg.TIMEOUT_SECONDS)
-    may_exist = args.resume or args.eval_only
-    restarted = setup_run(cfg.OUTPUT_DIR, may_exist, cfg.FLOAT32_PRECISION, cfg.CUDNN_BENCHMARK)
+    restarted = setup_run(cfg.OUTPUT_DIR, may_exist=args.resume or args.eval_only)
     args.resume = args.resume or restarted
+    setup_backends(cfg)
+    setup_length(cfg, dataset_size, changes, is_training=not args.eval_only)
     freeze_cfg(cfg, args.resume)
     set_random_state(cfg.SEED)
     return cfg
@@ -163,6 +172,7 @@ def setup(args):
 
 def main(args):
     cfg = setup(args)
+    expected = expected_results(cfg.TEST.EXPECTED_RESULTS)
     model = build_model(cfg).to(cfg.MODEL.DEVICE)
     logger.info("Model:\n%s", model)
     if args.eval_only:
@@ -170,15 +180,17 @@ def main(args):
         if not (cfg.MODEL.WEIGHTS or checkpointer.has_checkpoint()):
             raise comm.SettingsError(f"--eval-only: nothing was saved in {cfg.OUTPUT_DIR}")
         checkpointer.resume_or_load(cfg.MODEL.WEIGHTS, resume=args.resume)
-        return do_test(cfg, model)
-    results = load_results(cfg) if args.resume else None
+        return verify_results(do_test(cfg, model), expected)
+    last_iter = cfg.SOLVER.MAX_ITER - 1
+    results = load_results(cfg.OUTPUT_DIR, last_iter) if args.resume else None
     if results is not None:
         logger.info("This training has finished; to go on, raise SOLVER.MAX_ITER")
-        return results
+        return verify_results(results, expected)
     model = build_parallel(cfg, model)
     results = do_train(cfg, model, resume=args.resume)
     if results is not None:
-        save_results(cfg, results)
+        save_results(cfg.OUTPUT_DIR, last_iter, results)
+        verify_results(results, expected)
     return results
 
 

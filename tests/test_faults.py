@@ -102,7 +102,7 @@ def test_a_signal_to_torchrun_saves_ends_all_processes_and_a_resume_ends_the_sam
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
     stops = [
-        re.findall(r"Stopped after iteration (\d+)", (output / name).read_text())
+        re.findall(r"Stopping after iteration (\d+)", (output / name).read_text())
         for name in ("log.txt", "log.txt.rank1")
     ]
     assert len(stops[0]) == 1
@@ -134,3 +134,53 @@ def test_a_full_disk_ends_in_one_line_and_leaves_the_files_as_they_were(project,
     assert "Traceback" not in done.stderr
     assert {path: path.read_bytes() for path in output.glob("*.pth")} == before
     assert not list(output.glob("*.tmp"))
+
+
+RANK_ONE = """
+import os, signal, sys, time
+sys.path.insert(0, os.getcwd())
+import train
+
+set_random_state = train.set_random_state
+
+def faulty(seed, iteration=0, rank=0):
+    if (iteration, rank) == (3, 1):
+        FAULT
+    set_random_state(seed, iteration, rank)
+
+train.set_random_state = faulty
+train.launch(train.main, train.parse_args())
+"""
+
+
+def run_with_fault(project, tmp_path, fault, words=WORDS):
+    """Rank 1 does this in iteration 3: the finished torchrun, its seconds, processes it left."""
+    driver = tmp_path / "driver.py"
+    driver.write_text(RANK_ONE.replace("FAULT", fault))
+    began = time.monotonic()
+    done = run(project, torchrun(driver, output=tmp_path / "output", words=words))
+    left = subprocess.run(["pgrep", "-f", str(driver)], capture_output=True, text=True)
+    return done, time.monotonic() - began, left.stdout
+
+
+def test_an_exception_on_one_rank_ends_the_job_and_is_shown_as_the_cause(project, tmp_path):
+    done, seconds, left = run_with_fault(project, tmp_path, 'raise KeyError("lost by rank 1")')
+    assert done.returncode == 1
+    assert seconds < 60
+    cause = done.stderr.partition("Root Cause")[2]
+    assert re.search(r"rank\s*: 1 ", cause)
+    assert "in faulty" in cause  # its traceback
+    assert "KeyError: 'lost by rank 1'" in cause
+    assert left == ""
+
+
+def test_a_rank_that_hangs_ends_the_job_when_the_time_is_over(project, tmp_path):
+    words = f"{WORDS} TIMEOUT_SECONDS 5"
+    fault = "signal.signal(signal.SIGTERM, signal.SIG_DFL); time.sleep(1000)"  # else torchrun has
+    done, seconds, left = run_with_fault(project, tmp_path, fault, words)  # to kill it, 30 s later
+    assert done.returncode == 1
+    assert seconds < 60
+    cause = done.stderr.partition("Root Cause")[2]
+    assert re.search(r"rank\s*: 0 ", cause)
+    assert "Timed out waiting 5000ms" in cause
+    assert left == ""

@@ -8,10 +8,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1] / "<<cookiecutter.project_slug>>"
 
-OWNED = sorted({path.stem for path in ROOT.glob("*.py")} - {"train"})  # beside train.py
+PROGRAMS = {"train", "plot_schedule"}
+OWNED = sorted({path.stem for path in ROOT.glob("*.py")} - PROGRAMS)  # beside train.py
 LIBRARIES = {"torch", "numpy", "tensorboard", "yacs"}
 PLUMBING = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("plumbing/**/*.py"))
-FILES = ["train.py", *(f"{name}.py" for name in OWNED), *PLUMBING]
+FILES = [*(f"{name}.py" for name in sorted(PROGRAMS | set(OWNED))), *PLUMBING]
 
 
 def tree_of(name):
@@ -67,13 +68,13 @@ def test_only_the_standard_library_and_four_others_are_imported(name):
 @pytest.mark.parametrize("owned", OWNED)
 def test_the_files_beside_train_import_no_other_of_them(owned):
     roots = {module.split(".")[0] for module in imported(f"{owned}.py")}
-    assert not roots & {"train", *OWNED}
+    assert not roots & {*PROGRAMS, *OWNED}
 
 
 @pytest.mark.parametrize("name", PLUMBING)
 def test_plumbing_imports_only_comm_and_what_is_in_the_same_sub_package(name):
     roots = {module.split(".")[0] for module in imported(name)}
-    assert not roots & {"train", *OWNED}
+    assert not roots & {*PROGRAMS, *OWNED}
     own = {module for module in imported(name) if is_below(module, "plumbing")}
     allowed = [] if name == "plumbing/comm.py" else ["plumbing.comm"]
     if name.count("/") == 2:

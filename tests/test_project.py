@@ -64,7 +64,7 @@ def test_every_file_imports_only_from_the_floors_below(trees):
     roots = {module.split(".")[0] for module in known}
     for name, tree in trees.items():
         own = {i for i in imports(name, tree, known) if i.split(".")[0] in roots}
-        if "/" not in name and name != "train.py":
+        if "/" not in name and name not in ("train.py", "plot_schedule.py"):
             assert {i.split(".")[0] for i in own} <= {"plumbing"}, name
         elif name == "plumbing/comm.py":
             assert own == set(), name

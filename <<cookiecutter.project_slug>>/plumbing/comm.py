@@ -32,16 +32,16 @@ def init_process_group(device: torch.device, timeout_seconds: float) -> None:
         is_gpu = device.type == "cuda"
         timeout = timedelta(seconds=timeout_seconds)
         store, *ranks = next(dist.rendezvous("env://", timeout=timeout))
-        store = dist.PrefixStore(_agree_on_prefix(store, *ranks), store)
+        store = dist.PrefixStore(_agree_on_prefix(store, *ranks, timeout_seconds), store)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if is_gpu else "gloo", device_id=device if is_gpu else None,
             store=store, rank=ranks[0], world_size=ranks[1], timeout=timeout,
         )  # fmt: skip
 
 
-def _agree_on_prefix(store: dist.Store, rank: int, size: int) -> str:
+def _agree_on_prefix(store: dist.Store, rank: int, size: int, timeout_seconds: float) -> str:
     """Ranks that torchrun restarts find the old addresses in its store: they need new keys."""
-    token, others = uuid.uuid4().hex, range(1, size)
+    token, others, deadline = uuid.uuid4().hex, range(1, size), time.time() + timeout_seconds
     if rank > 0:
         store.set(f"hello {rank}", token)
         token = store.get(f"answer {token}").decode()  # waits for it
@@ -52,6 +52,8 @@ def _agree_on_prefix(store: dist.Store, rank: int, size: int) -> str:
             if store.check([f"hello {other}"]):
                 store.set(f"answer {store.get(f'hello {other}').decode()}", token)
         time.sleep(0.02)
+        if time.time() > deadline:
+            raise TimeoutError(f"not all of {size} ranks have come in {timeout_seconds} s")
     return token
 
 
@@ -152,23 +154,33 @@ def gradient_sync(model: nn.Module, enabled: bool) -> contextlib.AbstractContext
 def averaged_buffers(model: nn.Module) -> Iterator[list[torch.Tensor]]:
     """Inside, floating point buffers (batch-norm statistics) are means over ranks.  Collective.
 
-    Then each rank has its own again.  Yields the vectors of all for ``load_buffers``; [] for one.
+    Then each rank has its own again.  Yields the bytes of the buffers of all types, a vector for
+    each rank, for ``load_buffers``; [] for one rank.
     """
-    buffers = [each.double().flatten() for each in model.buffers() if each.is_floating_point()]
-    if get_world_size() == 1 or not buffers:
+    own = [buffer.detach().reshape(-1).view(torch.uint8) for buffer in model.buffers()]
+    if get_world_size() == 1 or not own:
         yield []
         return
-    ranks = gather_tensor(torch.cat(buffers))
+    ranks = gather_tensor(torch.cat(own))
     try:
-        load_buffers(model, ranks.mean(dim=0))
+        for buffer, values in _split(model, ranks):
+            if buffer.is_floating_point():
+                buffer.copy_(values.double().mean(dim=0).view_as(buffer))
         yield [vector.clone() for vector in ranks]
     finally:
         load_buffers(model, ranks[get_rank()])
 
 
-@torch.no_grad()
 def load_buffers(model: nn.Module, vector: torch.Tensor) -> None:
-    """Set the floating point buffers to what ``averaged_buffers`` yielded."""
-    buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
-    for buffer, part in zip(buffers, vector.split([buffer.numel() for buffer in buffers])):
-        buffer.copy_(part.view_as(buffer))
+    """Set the buffers to those of a rank, as ``averaged_buffers`` yielded them."""
+    for buffer, values in _split(model, vector):
+        buffer.copy_(values.view_as(buffer))
+
+
+def _split(model: nn.Module, data: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Each buffer that is not empty, and from bytes (..., bytes) its values (..., elements)."""
+    parts = data.split([buffer.nbytes for buffer in model.buffers()], dim=-1)
+    for buffer, part in zip(model.buffers(), parts):
+        if buffer.numel() > 0:
+            values = part.clone(memory_format=torch.contiguous_format)  # aligned
+            yield buffer.detach(), values.view(buffer.dtype)

@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import itertools
+import logging
 import multiprocessing
 import signal
 import threading
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from plumbing import comm
 
+logger = logging.getLogger(__name__)
 _SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
 _POLL_SECONDS = 0.5
 _numbers = itertools.count()
@@ -44,6 +46,7 @@ class StopRequest:
 
     def __init__(self, start_iter: int = 0) -> None:
         self._passed, self._hold, self._stop_at = start_iter - 1, None, None  # iterations
+        self._alone = comm.get_world_size() == 1
         self._asked, self._ended = threading.Event(), threading.Event()
         self._condition = threading.Condition()
         self._thread = threading.Thread(target=self._watch, args=[next(_numbers)], daemon=True)
@@ -51,7 +54,7 @@ class StopRequest:
     def __enter__(self) -> "StopRequest":
         ask = lambda *_: self._asked.set()  # noqa: E731
         self._handlers = {number: signal.signal(number, ask) for number in _SIGNALS}
-        if comm.get_world_size() > 1:
+        if not self._alone:
             self._thread.start()
         return self
 
@@ -64,12 +67,16 @@ class StopRequest:
 
     def agreed(self, iteration: int) -> bool:
         """Whether to stop after this iteration; every rank asks in every iteration."""
-        if comm.get_world_size() == 1:
-            return self._asked.is_set()
-        with self._condition:
-            self._condition.wait_for(lambda: self._stop_at is not None or self._hold != iteration)
-            self._passed = iteration
-            return self._stop_at == iteration
+        stop = self._asked.is_set()
+        if not self._alone:
+            with self._condition:
+                on = lambda: self._stop_at is not None or self._hold != iteration  # noqa: E731
+                self._condition.wait_for(on)
+                self._passed = iteration
+                stop = self._stop_at == iteration
+        if stop:
+            logger.info("Stopping after iteration %d; --resume goes on from there", iteration)
+        return stop
 
     def _watch(self, number: int) -> None:
         shared = dist.distributed_c10d._get_default_store()
@@ -83,7 +90,7 @@ class StopRequest:
             store.set(str(comm.get_rank()), str(self._hold))
             if store.check(["asked"]):
                 ranks = range(comm.get_world_size())
-                stop_at = max(int(store.get(str(rank))) for rank in ranks)
-                with self._condition:
-                    self._stop_at = stop_at
-                    self._condition.notify_all()
+                self._stop_at = max(int(store.get(str(rank))) for rank in ranks)
+        with self._condition:  # a rank that waits must not wait for a thread that has ended
+            self._hold = None
+            self._condition.notify_all()

@@ -23,11 +23,7 @@ def merge_settings(cfg: CfgNode, path: str, opts: list[str]) -> None:
         if "=" in word or word == opts[-1] and len(opts) % 2:
             raise SettingsError(f"command line: {word}: settings are pairs: KEY VALUE")
     for key, text in zip(opts[::2], opts[1::2]):
-        value = text
-        if text == "None" or not isinstance(dict(leaves(cfg)).get(key), str):
-            with contextlib.suppress(ValueError, SyntaxError):
-                value = ast.literal_eval(text)
-        _set(cfg, key, value, "command line")
+        _set(cfg, key, None if text == "None" else text, "command line")
 
 
 def leaves(tree: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -39,18 +35,36 @@ def leaves(tree: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{key}", value
 
 
-def read_settings(path: str) -> Iterator[tuple[str, Any]]:
-    """The settings of a YAML file, as leaves gives them."""
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers = {  # a number stays as written: the default tells what it is
+        first: [pair for pair in pairs if pair[0].endswith((":bool", ":null", ":merge"))]
+        for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        keys = [str(key.value) for key, _ in node.value]
+        for number, (key, _) in enumerate(node.value):
+            if keys[number] in keys[:number]:
+                raise yaml.YAMLError(f"line {key.start_mark.line + 1} has {key.value} again")
+        return super().construct_mapping(node, deep)
+
+
+def read_settings(path: str) -> list[tuple[str, Any]]:
+    """The settings of a YAML file, as leaves gives them, but numbers are text."""
     if not path.endswith((".yaml", ".yml")) or not os.path.isfile(path):
         raise SettingsError(f"{path}: there is no such .yaml file")
     try:
         with open(path, encoding="utf-8") as file:
-            tree = yaml.safe_load(file)
-    except (yaml.YAMLError, ValueError, OSError) as error:
+            tree = yaml.load(file, _Loader)
+        settings = list(leaves(tree)) if isinstance(tree, dict) else []
+    except (yaml.YAMLError, ValueError, OSError, RecursionError) as error:
         raise SettingsError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(tree, dict) or not tree:
+    if not settings:
         raise SettingsError(f"{path}: holds no lines such as OUTPUT_DIR: output")
-    return leaves(tree)
+    keys = [key for key, _ in settings]
+    if again := [key for key in keys if keys.count(key) > 1]:
+        raise SettingsError(f"{path}: {again[0]} is there twice")
+    return settings
 
 
 def _set(cfg: CfgNode, key: str, value: Any, source: str) -> None:
@@ -65,7 +79,7 @@ def _set(cfg: CfgNode, key: str, value: Any, source: str) -> None:
         cfg = cfg[parent]
     try:
         cfg[name] = _convert(value, known[key])
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         wanted = f"{type(known[key]).__name__} such as {known[key]!r}"
         error = f"{source}: {key}: {value!r} is {type(value).__name__}, expected {wanted}"
         raise SettingsError(error) from None
@@ -74,6 +88,10 @@ def _set(cfg: CfgNode, key: str, value: Any, source: str) -> None:
 def _convert(value: Any, default: Any) -> Any:
     """The value as the default's type: 1 passes as a float, 1e3 as an int, 7 as a str."""
     kind = type(default)
+    if isinstance(value, str) and kind is not str:
+        value = value.replace(".inf", "inf")  # as in YAML
+        with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            value = ast.literal_eval(value)
     if kind in (tuple, list) and isinstance(value, (list, tuple)):
         return kind(_convert(item, default[0]) if default else item for item in value)
     if kind is bool:

@@ -2,10 +2,12 @@
 
 import contextlib
 import errno
+import fcntl
 import logging
 import os
 import platform
 import random
+import re
 import subprocess
 import sys
 import time
@@ -22,6 +24,8 @@ from plumbing.comm import SettingsError
 
 logger = logging.getLogger(__name__)
 _NO_SPACE = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
+_FILES = r"(log\.txt.*|(config|results|metrics)\.\w+|last_checkpoint|model_\w+\.\w+)(\.tmp)?"
+_locks = []  # files that stay open
 
 
 def launch(main: Callable[..., Any], *args: Any) -> None:
@@ -69,8 +73,8 @@ def set_random_state(seed: int, iteration: int = 0, rank: int = 0) -> None:
     random.seed(mixed)
 
 
-def setup_run(output_dir: str, may_exist: bool, float32_precision: str, benchmark: bool) -> bool:
-    """Make the folder of a run, start the log, set up the backends.  Collective.
+def setup_run(output_dir: str, may_exist: bool) -> bool:
+    """Make the folder of a run, and start the log.  Collective.
 
     Returns whether torchrun has started this run before, in the folder, and now starts it again.
     """
@@ -82,29 +86,44 @@ def setup_run(output_dir: str, may_exist: bool, float32_precision: str, benchmar
     handlers = [logging.FileHandler(path), *screen]
     logging.basicConfig(level="INFO", format=form, datefmt=date, handlers=handlers, force=True)
     logger.info("Environment:\n%s", _describe_environment())
-    torch.set_float32_matmul_precision(float32_precision)
-    torch.backends.cudnn.benchmark = benchmark
     return restarted
 
 
 def _make_folder(folder: str, may_exist: bool) -> bool:
     note, launcher = os.path.join(folder, "launcher.txt"), f"{platform.node()} {os.getppid()}\n"
-    names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
     restarted = False
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and "launcher.txt" in names:
-        with open(note) as file:
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        with contextlib.suppress(OSError), open(note) as file:
             restarted = file.read() == launcher  # the same torchrun
-    run = [n for n in names if n.endswith(".pth") or n in ("last_checkpoint", "metrics.json")]
-    if run and not (may_exist or restarted):
-        advice = "add --resume to go on with it, or choose another folder"
-        raise SettingsError(f"OUTPUT_DIR: {folder} holds a run ({run[0]}): {advice}")
+    _check_folder(folder, may_exist or restarted)
     try:
         os.makedirs(folder, exist_ok=True)
-        with open(note, "a" if may_exist else "w") as file:
-            file.write("" if may_exist else launcher)
+        _locks.append(file := open(note, "a", buffering=1))  # noqa: SIM115
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends, however it does
+    except BlockingIOError:
+        advice = "wait until it has ended, or choose another folder"
+        raise SettingsError(f"OUTPUT_DIR: {folder} is in use by another job: {advice}") from None
     except OSError as error:
-        raise SettingsError(f"OUTPUT_DIR: cannot write to {folder}: {error.strerror}") from None
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise SettingsError(f"OUTPUT_DIR: cannot write to {folder}: {error.strerror}") from None
+        logger.warning("OUTPUT_DIR: %s has no locks: see that one job at a time uses it", folder)
+    _check_folder(folder, may_exist or restarted)  # another job may have come and gone meanwhile
+    if not may_exist:
+        file.truncate(0)
+        file.write(launcher)
     return restarted
+
+
+def _check_folder(folder: str, may_exist: bool) -> None:
+    names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+    run = [n for n in names if n.endswith(".pth") or n in ("last_checkpoint", "metrics.json")]
+    for name in filter(re.compile(_FILES).fullmatch, names):
+        path, mode = os.path.join(folder, name), os.R_OK | os.W_OK * (".pth" not in name)
+        if not (os.path.isfile(path) and os.access(path, mode)):
+            raise SettingsError(f"OUTPUT_DIR: {path} is no file to read and write: move it away")
+    if run and not may_exist:
+        advice = "add --resume to go on with it, or choose another folder"
+        raise SettingsError(f"OUTPUT_DIR: {folder} holds a run ({run[0]}): {advice}")
 
 
 def _describe_environment() -> str:

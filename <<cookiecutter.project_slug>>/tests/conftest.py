@@ -152,5 +152,5 @@ def read_events(folder):
 @pytest.fixture
 def lines(caplog):
     """Call it for what was logged so far."""
-    caplog.set_level(logging.INFO, logger="plumbing.events")
+    caplog.set_level(logging.INFO, logger="records")
     return lambda: caplog.messages

@@ -5,6 +5,7 @@ import contextlib
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import run_on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -84,6 +85,26 @@ def averages_buffers():
         return states
 
 
+def keeps_buffers_of_all_types():
+    """Of this rank inside, afterwards, and after those of the other rank were loaded."""
+    model, rank = nn.Module(), comm.get_rank()
+    model.register_buffer("mean", torch.tensor([0.5 + rank], dtype=torch.bfloat16))
+    model.register_buffer("flag", torch.tensor([rank == 0, True, False]))
+    model.register_buffer("none", torch.zeros(0, 3, dtype=torch.int64))
+    model.register_buffer("count", torch.tensor(2**60 + rank))
+    model.register_buffer("wave", torch.tensor([[1j * rank], [2]]).T)
+
+    def values():
+        return [buffer.tolist() for buffer in model.buffers()]
+
+    states = []
+    with comm.averaged_buffers(model) as every:
+        states.append(values())
+    states.append(values())
+    comm.load_buffers(model, every[1 - rank])
+    return [*states, values()]
+
+
 def shares_gradients():
     """The gradient after a pass without and a pass with sharing."""
     model = DistributedDataParallel(nn.Linear(1, 1, bias=False))
@@ -105,6 +126,7 @@ CHECKS = (
     returns_what_the_main_process_got,
     raises_what_the_main_process_met,
     averages_buffers,
+    keeps_buffers_of_all_types,
     shares_gradients,
 )
 
@@ -174,6 +196,25 @@ def test_buffers_of_any_rank_can_be_loaded(both):
     for rank, (*_, loaded) in enumerate(both["averages_buffers"]):
         assert loaded["1.running_mean"] == [1 - rank, 1 - rank]
         assert loaded["1.running_var"] == [2 - rank, 2 - rank]
+
+
+def test_each_rank_keeps_its_own_buffers_of_any_type_and_only_floats_are_averaged(both):
+    def own(rank):
+        return [[0.5 + rank], [rank == 0, True, False], [], 2**60 + rank, [[1j * rank, 2]]]
+
+    for rank, (inside, after, other) in enumerate(both["keeps_buffers_of_all_types"]):
+        assert inside == [[1.0], *own(rank)[1:]]
+        assert after == own(rank)
+        assert other == own(1 - rank)
+
+
+def test_a_rank_that_never_comes_is_waited_for_until_the_time_is_over(monkeypatch):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "RANK": "0"}
+    for name, value in {**address, "WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(TimeoutError, match="2 ranks"):
+        comm.init_process_group(torch.device("cpu"), timeout_seconds=1)
 
 
 def test_gradients_are_shared_only_when_enabled(both):

@@ -4,7 +4,6 @@ import contextlib
 import io
 import json
 import math
-import time
 import weakref
 
 import numpy as np
@@ -17,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from plumbing import comm
 from plumbing.comm import NonFiniteError
 from plumbing.events import (
-    CommonMetricPrinter,
     EventStorage,
     HistoryBuffer,
     JSONWriter,
@@ -316,7 +314,7 @@ def test_waiting_images_and_histograms_are_bounded(tmp_path):
             storage.iter = iteration
             storage.put_image("image", torch.zeros(1, 1, 1))
             storage.put_histogram("histogram", torch.ones(1), bins=1)
-        writer = TensorboardXWriter(str(tmp_path), max_queue=1000)
+        writer = TensorboardXWriter(str(tmp_path))
         writer.write()
         writer.close()
     events = read_events(tmp_path)
@@ -757,67 +755,6 @@ def test_cleared_images_and_histograms_are_not_written(tmp_path):
         storage.clear_histograms()
         TensorboardXWriter(str(tmp_path)).write()
     assert list(tmp_path.iterdir()) == []
-
-
-# CommonMetricPrinter
-
-
-def test_the_printer_shows_the_fields_in_order(lines, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with EventStorage() as storage:
-        for iteration in range(9, 12):
-            storage.iter = iteration
-            storage.put_scalars(loss_cls=scalar(iteration / 3), grad_norm=scalar(2))
-            storage.put_scalars({"loss_mask": scalar(1), "[metric]x": scalar(0.123456)})
-            storage.reduce()
-            storage.put_scalars(hidden=1.0, time=0.25 * iteration, data_time=0.5)
-            storage.put_scalars(samples_per_second=1234.4, lr=1e-3, smoothing_hint=False)
-        CommonMetricPrinter(max_iter=112, window_size=2).write()
-        assert storage.latest()["eta_seconds"] == (250.0, 11)
-    assert lines() == [
-        " eta: 0:04:10  iter: 11  loss_cls: 3.5  grad_norm: 2  loss_mask: 1  [metric]x: 0.1235"
-        "  time: 2.5000  last_time: 2.7500  data_time: 0.5000  last_data_time: 0.5000"
-        "  sample/s: 1234  lr: 0.001"
-    ]
-
-
-def test_missing_fields_show_nothing_and_a_missing_rate_shows_as_such(lines, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with EventStorage(3) as storage:
-        storage.put_scalar("loss", scalar(1.5))
-        CommonMetricPrinter().write()
-    assert lines() == [" iter: 3  loss: 1.5  lr: N/A"]
-
-
-def test_the_printer_shows_nothing_before_anything_was_put(lines):
-    with EventStorage():
-        CommonMetricPrinter(10).write()
-    assert lines() == []
-
-
-def test_without_times_the_eta_comes_from_the_lines_before(lines, monkeypatch):
-    clock = iter((100.0, 110.0, 110.0, 110.0))
-    with EventStorage(0) as storage:
-        printer = CommonMetricPrinter(max_iter=26)
-        for iteration in (0, 5):
-            storage.iter = iteration
-            storage.put_scalar("loss", scalar(1))
-            monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
-            printer.write()
-            monkeypatch.undo()
-    assert "eta" not in lines()[0]
-    assert lines()[1].startswith(" eta: 0:00:40  iter: 5")
-
-
-def test_no_iteration_is_printed_twice_nor_one_past_the_last(lines):
-    with EventStorage(8) as storage:
-        printer = CommonMetricPrinter(max_iter=10)
-        for iteration in (8, 8, 9, 9, 10, 11):
-            storage.iter = iteration
-            storage.put_scalar("loss", scalar(1))
-            printer.write()
-    assert [line.partition("iter: ")[2].split()[0] for line in lines()] == ["8", "9"]
-    assert lines()[1].startswith(" eta: 0:00:00")
 
 
 def test_a_state_survives_a_file_without_pickled_classes():

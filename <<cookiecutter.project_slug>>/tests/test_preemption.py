@@ -4,9 +4,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
+import torch.distributed as dist
 from ranks import run_on_ranks
 
 from plumbing import comm
@@ -65,6 +67,36 @@ def test_a_process_that_begins_while_signals_are_held_goes_on_and_this_one_gets_
         assert stop.agreed(0)
     child.communicate(b"\n", timeout=20)
     assert child.returncode == 0
+
+
+class GoneStore:
+    """Of a process group of which another rank is gone, after a signal came."""
+
+    def clone(self):
+        return self
+
+    def check(self, keys):
+        return True
+
+    def set(self, key, value):
+        pass
+
+    def get(self, key):
+        raise dist.DistStoreError("closed")
+
+
+def test_a_request_that_another_rank_cannot_answer_does_not_hang(monkeypatch):
+    """The next collective tells what is wrong; torchrun ends the job."""
+    monkeypatch.setattr(comm, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", GoneStore)
+    monkeypatch.setattr(dist, "PrefixStore", lambda prefix, store: store)
+    answers = []
+    with StopRequest() as stop:
+        asks = lambda: answers.extend(stop.agreed(iteration) for iteration in range(3))  # noqa: E731
+        thread = threading.Thread(target=asks, daemon=True)
+        thread.start()
+        thread.join(timeout=10)
+    assert answers == [False] * 3
 
 
 def stops(asked_rank, asked_iteration, start_iter=0):

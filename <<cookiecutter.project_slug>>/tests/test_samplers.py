@@ -1,5 +1,6 @@
 """Which samples come when: an order that is a function of (seed, epoch), the same for all ranks."""
 
+import tracemalloc
 from itertools import chain, islice
 
 import numpy as np
@@ -66,6 +67,40 @@ def test_every_sample_comes_first_equally_often():
     assert counts.max() < 600
 
 
+def excess(counts, expected):
+    """How far chi-square is above its mean, in standard deviations."""
+    freedom = counts.size - 1
+    return (((counts - expected) ** 2 / expected).sum() - freedom) / (2 * freedom) ** 0.5
+
+
+@pytest.mark.parametrize("size", [4, 5, 6, 7, 33])
+def test_every_sample_and_every_pair_comes_equally_often_at_every_place(size):
+    epochs = 200_000 // size
+    orders = sample_keys(np.arange(epochs * size), size, seed=1)[:, 1].reshape(epochs, size)
+    places = np.bincount((np.arange(size) * size + orders).ravel(), minlength=size**2)
+    assert excess(places, epochs / size) < 5
+    pairs = np.bincount((orders[:, 1:] * size + orders[:, :-1]).ravel(), minlength=size**2)
+    pairs = pairs.reshape(size, size)[~np.eye(size, dtype=bool)]
+    assert excess(pairs, pairs.mean()) < 5
+
+
+def test_every_order_of_five_comes_equally_often():
+    orders = sample_keys(np.arange(100_000), 5, seed=1)[:, 1].reshape(-1, 5)
+    counts = np.unique(orders @ 5 ** np.arange(5), return_counts=True)[1]
+    assert len(counts) == 120
+    assert excess(counts, 20_000 / 120) < 5
+
+
+@pytest.mark.parametrize("size", [1000, 1024, 1437])
+def test_places_and_epochs_are_unrelated_to_the_order_of_a_larger_set(size):
+    orders = sample_keys(np.arange(200 * size), size, seed=1)[:, 1].reshape(200, size) * 16 // size
+    sixteenths = np.arange(size) * 16 // size + np.zeros_like(orders)
+    for first, second in ((sixteenths, orders), (orders[:-1], orders[1:])):
+        counts = np.bincount((first * 16 + second).ravel(), minlength=256)
+        shares = [np.bincount(each.ravel(), minlength=16) for each in (first, second)]
+        assert excess(counts, np.outer(*shares).ravel() / first.size) < 5
+
+
 def test_neighbours_in_the_order_are_unrelated():
     keys = sample_keys(np.arange(10_000), 10_000, seed=0)[:, 1]
     assert abs(np.corrcoef(keys[1:], keys[:-1])[0, 1]) < 0.05
@@ -86,6 +121,15 @@ def test_a_position_is_arithmetic_however_late_and_large():
     iteration = position // 1000
     ((first, *_),) = batches(1, 10**9, 1000, 1, seed=1, start_iter=iteration)
     assert first == tuple(keys[0].tolist())
+
+
+@pytest.mark.parametrize("position", [0, 7 * 10**11])
+def test_a_huge_data_set_takes_no_permutation_and_little_memory(position):
+    tracemalloc.start()
+    next(iter(TrainingBatchSampler(10**9, 64, 1, seed=0, start_iter=position // 64)))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 5 * 2**20
 
 
 def test_random_bits_differ_by_each_input_and_its_place():

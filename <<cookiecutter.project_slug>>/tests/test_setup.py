@@ -1,8 +1,14 @@
 """Before training: arguments, errors that are for the user, device, folder, random state."""
 
+import errno
+import fcntl
 import logging
+import multiprocessing
+import os
 import random
+import signal
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -148,13 +154,12 @@ def test_generators_of_neighbouring_iterations_and_ranks_are_unrelated():
 
 @pytest.fixture
 def start(tmp_path, monkeypatch):
-    """start(folder, may_exist): set up a run; afterwards log and backends are as before."""
-    root, precision = logging.getLogger(), torch.get_float32_matmul_precision()
-    handlers, level, benchmark = root.handlers[:], root.level, torch.backends.cudnn.benchmark
-    root.handlers = []
+    """start(folder, may_exist): set up a run; afterwards the log is as before."""
+    root = logging.getLogger()
+    handlers, level, root.handlers = root.handlers[:], root.level, []
 
-    def run(folder=tmp_path / "run", may_exist=False, float32_precision="highest"):
-        setup_run(str(folder), may_exist, float32_precision, benchmark=False)
+    def run(folder=tmp_path / "run", may_exist=False):
+        setup_run(str(folder), may_exist)
         return folder
 
     yield run
@@ -162,8 +167,6 @@ def start(tmp_path, monkeypatch):
         handler.close()
     root.handlers = handlers
     root.setLevel(level)
-    torch.set_float32_matmul_precision(precision)
-    torch.backends.cudnn.benchmark = benchmark
 
 
 def test_the_folder_is_made_and_the_log_goes_to_it_and_to_the_screen(start, capsys, tmp_path):
@@ -231,6 +234,84 @@ def test_a_folder_that_cannot_be_made_is_an_error_in_one_line(start, tmp_path):
         assert "\n" not in str(caught.value)
 
 
-def test_the_precision_of_matrix_products_is_set(start):
-    start(float32_precision="medium")
-    assert torch.get_float32_matmul_precision() == "medium"
+def train_for_ever(folder, may_exist, child_pid, at_work):
+    """Set up a run and have a process of its own, as a loader worker is."""
+    setup_run(folder, may_exist)
+    child = os.fork()
+    if child:
+        child_pid.value = child
+        at_work.set()
+    time.sleep(100)
+
+
+@pytest.mark.parametrize("may_exist", [False, True])
+def test_a_folder_in_use_is_refused_untouched_until_that_job_is_dead(
+    server, start, tmp_path, may_exist
+):
+    context = multiprocessing.get_context("forkserver")
+    child_pid, at_work = context.Value("i"), context.Event()
+    args = str(tmp_path / "run"), False, child_pid, at_work
+    job = context.Process(target=train_for_ever, args=args)
+    job.start()
+    assert at_work.wait(timeout=60)
+    before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+    with pytest.raises(SettingsError, match=r"OUTPUT_DIR.*run is in use by another job") as caught:
+        start(may_exist=may_exist)
+    assert "\n" not in str(caught.value)
+    assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
+    job.kill()
+    job.join()
+    start(may_exist=may_exist)  # although its child lives on
+    os.kill(child_pid.value, signal.SIGKILL)
+
+
+def test_a_folder_that_cannot_be_locked_is_used_with_a_warning(start, monkeypatch, caplog):
+    def lockf(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", lockf)
+    start()
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert "one job at a time" in warning
+
+
+def test_a_run_that_was_made_between_the_look_and_the_lock_is_refused(start, tmp_path, monkeypatch):
+    lockf = fcntl.lockf
+
+    def late(*args):
+        (tmp_path / "run" / "metrics.json").touch()
+        lockf(*args)
+
+    monkeypatch.setattr(fcntl, "lockf", late)
+    with pytest.raises(SettingsError, match=r"holds a run \(metrics.json\)"):
+        start()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("log.txt", "log.txt.rank1", "metrics.json", "config.yaml"),
+        *("results.json", "last_checkpoint", "model_final.pth", "model_0000009.pth.tmp"),
+        *("model_best.json", "config.yaml.tmp"),
+    ],
+)
+def test_a_folder_in_place_of_a_file_of_the_run_is_refused_in_one_line(start, tmp_path, name):
+    (tmp_path / "run" / name).mkdir(parents=True)
+    with pytest.raises(SettingsError, match=f"OUTPUT_DIR: .*{name}") as caught:
+        start(may_exist=True)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "refused"), [("log.txt", True), ("model_final.pth", False)])
+def test_a_file_that_cannot_be_written_is_refused_where_it_is_written_to(
+    start, tmp_path, monkeypatch, name, refused
+):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).touch()
+    access = os.access  # root may do anything
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK or access(path, 0) < 1)
+    if refused:
+        with pytest.raises(SettingsError, match=f"OUTPUT_DIR: .*{name}"):
+            start(may_exist=True)
+    else:
+        start(may_exist=True)

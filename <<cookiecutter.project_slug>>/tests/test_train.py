@@ -140,7 +140,7 @@ def straight(runs):
 
 def test_a_run_writes_every_logged_iteration_once_as_strict_json(output):
     rows = rows_of(output)
-    assert [row["iteration"] for row in rows] == [1, 2, 3, 5, 7, 8, 9, 11]
+    assert [row["iteration"] for row in rows] == [0, 1, 2, 3, 5, 7, 8, 9, 11]
     names = {"total_loss", "loss_cls", "lr", "time", "data_time", "grad_norm"}
     assert all(names <= row.keys() for row in rows)
     assert sorted(column(output, "digits_test/accuracy")) == [3, 7, 11]
@@ -184,12 +184,12 @@ def test_a_checkpoint_is_of_plain_types_and_the_bare_model(output):
 # A run that was killed and resumed is the run that was not.
 
 KILLS = {  # before which call of which function of train.py, and again after the resume
-    "before the first save": [("clip_grad_norm_", 2)],
-    "in an iteration": [("clip_grad_norm_", 7)],
+    "before the first save": [("sum_losses", 2)],
+    "in an iteration": [("sum_losses", 7)],
     "between save and evaluation": [("do_test", 2)],
     "during an evaluation": [("log_results", 2)],
     "after the last save": [("do_test", 3)],
-    "twice": [("clip_grad_norm_", 7), ("do_test", 2)],
+    "twice": [("sum_losses", 7), ("do_test", 2)],
 }
 
 
@@ -216,7 +216,7 @@ def test_a_killed_and_resumed_run_is_the_same_to_the_bit(kills, straight, on_ran
 
 
 def test_two_ranks_killed_and_resumed_are_the_same_to_the_bit(runs, on_ranks, tmp_path):
-    ended = on_ranks(2, killed, tmp_path / "run", "", "clip_grad_norm_", 7)
+    ended = on_ranks(2, killed, tmp_path / "run", "", "sum_losses", 7)
     assert all(rank.code for rank in ended)
     resumed = on_ranks(2, train_here, tmp_path / "run", "--resume DATALOADER.NUM_WORKERS 2")
     assert [rank.code for rank in resumed] == [0, 0], resumed
@@ -228,14 +228,14 @@ def test_a_resumed_run_drops_what_was_logged_after_the_checkpoint(straight, tmp_
     train_here(run, "--resume")
     assert differences(outcome_of(straight), outcome_of(run)) == []
     steps = [event.step for event in EventAccumulator(str(run)).Reload().Scalars("total_loss")]
-    assert steps == [1, 2, 3, 5, 7, 8, 9, 11]
+    assert steps == [0, 1, 2, 3, 5, 7, 8, 9, 11]
 
 
 BREAKS = {  # what a resume may forget: how, and where it shows
     "random state": ("train.set_random_state", lambda *args: None, "/file/model/"),
     "data position": (
         "train.build_train_loader",
-        lambda cfg, start_iter, build=train.build_train_loader: build(cfg, 0),
+        lambda cfg, _, *more, build=train.build_train_loader: build(cfg, 0, *more),
         "/file/model/",
     ),
     "optimizer": ("torch.optim.SGD.load_state_dict", lambda *args: None, "/file/model/"),
@@ -451,7 +451,7 @@ def test_a_test_set_of_any_size_is_evaluated_exactly_on_two_ranks(straight, on_r
     alone = evaluate_sizes(tmp_path, sizes, weights)
     assert [rank.result for rank in ranks] == [alone, alone], ranks[0].printed
     assert 0 < alone["60"]["digits_test/accuracy"] < 1
-    assert len(alone["1"]) == 2  # the accuracy, and that of one class
+    assert len(alone["1"]) == 4  # three of all, and that of one class
 
 
 @pytest.mark.parametrize("raises", [contextlib.nullcontext(), pytest.raises(KeyError)])
@@ -569,7 +569,7 @@ BAD = {
     "a section": ("SOLVER 5", "SOLVER: .*SOLVER.BASE_LR"),
     "a wrong type": ("SOLVER.MAX_ITER ten", "SOLVER.MAX_ITER: 'ten'.* int"),
     "an impossible value": ("SOLVER.BASE_LR -1", "SOLVER.BASE_LR: -1.0 .*greater than 0"),
-    "an unknown choice": ("SOLVER.OPTIMIZER Adam", "SOLVER.OPTIMIZER: 'Adam' .*SGD, AdamW"),
+    "an unknown choice": ("SOLVER.OPTIMIZER Adan", "SOLVER.OPTIMIZER: 'Adan'.*Adam"),
     "a setting without a value": ("SEED", "SEED"),
     "an equals sign": ("SEED=1", "SEED=1"),
     "no such file of settings": ("--config {tmp}/none.yaml", "none.yaml"),
@@ -662,7 +662,8 @@ def test_a_finished_run_says_so_and_gives_its_results(output):
 def test_a_finished_run_goes_on_when_max_iter_is_raised(straight, tmp_path):
     shutil.copytree(straight, tmp_path / "run")
     train_here(tmp_path / "run", "--resume SOLVER.MAX_ITER 14")
-    assert [row["iteration"] for row in rows_of(tmp_path / "run")] == [1, 2, 3, 5, 7, 8, 9, 11, 13]
+    iterations = [row["iteration"] for row in rows_of(tmp_path / "run")]
+    assert iterations == [0, 1, 2, 3, 5, 7, 8, 9, 11, 13]
     assert torch.load(tmp_path / "run/model_final.pth")["iteration"] == 13
 
 
@@ -734,8 +735,8 @@ def count_batches(monkeypatch):
     """A list that grows by the iteration of each batch that is drawn."""
     drawn, build = [], train.build_train_loader
 
-    def watched_loader(cfg, start_iter):
-        for number, batches in enumerate(build(cfg, start_iter), start_iter):
+    def watched_loader(cfg, start_iter, *more):
+        for number, batches in enumerate(build(cfg, start_iter, *more), start_iter):
             drawn.append(number)
             yield batches
 

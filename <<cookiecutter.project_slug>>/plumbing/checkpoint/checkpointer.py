@@ -6,6 +6,7 @@ import os
 import pickle
 import re
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -95,9 +96,10 @@ class Checkpointer:
         if not path:
             return {}
         self.logger.info("Loading the model from %s", path)
-        checkpoint = load_file(path)
+        keys = list(self.checkpointables) if checkpointables is None else checkpointables
+        checkpoint = self._read(path, keys)
         self._log_incompatible_keys(self._load_model(checkpoint))
-        self._load_checkpointables(checkpoint, path, checkpointables)
+        self._load_checkpointables(checkpoint, path, keys)
         return checkpoint
 
     def resume_or_load(self, path: str, *, resume: bool = True) -> dict:
@@ -111,7 +113,7 @@ class Checkpointer:
             self.load(path, checkpointables=[])
             return {}
         self.logger.info("Resuming from %s", file)
-        checkpoint = load_file(file)
+        checkpoint = self._read(file, self.checkpointables)
         rank_buffers = checkpoint.get("rank_buffers", [])
         differences = _describe(self._load_model(checkpoint))
         if differences:
@@ -119,7 +121,7 @@ class Checkpointer:
             raise comm.SettingsError(f"--resume: {file} has another model: {differences}: {advice}")
         if len(rank_buffers) == comm.get_world_size():
             comm.load_buffers(self.model, rank_buffers[comm.get_rank()])
-        self._load_checkpointables(checkpoint, file, None)
+        self._load_checkpointables(checkpoint, file, self.checkpointables)
         self._resumed = checkpoint
         return checkpoint
 
@@ -127,23 +129,47 @@ class Checkpointer:
         tagged = self.get_checkpoint_file()
         paths = self.get_all_checkpoint_files()
         found = [m for path in paths if (m := re.fullmatch(r".*/model_(\d{7,}|final)\.pth", path))]
-        found.sort(key=lambda m: math.inf if m[1] == "final" else int(m[1]), reverse=True)
-        files = [tagged] * bool(tagged) + [m[0] for m in found if m[0] != tagged]
+        number_of = {m[0]: math.inf if m[1] == "final" else int(m[1]) for m in found}
+        newest_first = sorted(number_of, key=number_of.get, reverse=True)
+        files = dict.fromkeys([tagged] * bool(tagged) + newest_first)
         for torn in glob.glob(os.path.join(glob.escape(self.save_dir), "*.pth.tmp")):
             os.remove(torn)
+        final, end = "", -1  # of a shorter run perhaps, which went on: then others are newer
         for file in files:
+            if number_of.get(file, math.inf) <= end:
+                break
             try:
-                load_file(file)
-                return file
+                iteration = self._read(file, self.checkpointables).get("iteration")
+                if not isinstance(iteration, int) and (file in number_of or iteration is not None):
+                    raise comm.SettingsError(f"checkpoint {file} is damaged: it has no iteration")
             except comm.SettingsError as error:
                 if isinstance(error.__cause__, pickle.UnpicklingError):
                     raise  # not an accident: a file to look into, not to pass over
                 self.logger.warning("Passing over a file: %s", error)
-        if files:
+                continue
+            if file == tagged or number_of[file] < math.inf:
+                return file
+            final, end = file, iteration
+        if files and not final:
             advice = "restore one from a backup, or start again in another OUTPUT_DIR"
             raise comm.SettingsError(f"--resume: no good checkpoint in {self.save_dir}: {advice}")
-        self.logger.warning("--resume: no checkpoint in %s: starting from scratch", self.save_dir)
-        return ""
+        if not final:
+            message = "--resume: no checkpoint in %s: starting from scratch"
+            self.logger.warning(message, self.save_dir)
+        return final
+
+    def _read(self, path: str, keys: Iterable[str]) -> dict:
+        """Read a file; a SettingsError if its parts of these names cannot be states."""
+        checkpoint = load_file(path)
+        owners = {"model": self.model, **{key: self.checkpointables[key] for key in keys}}
+        for key, owner in owners.items():
+            state, wanted = checkpoint.get(key, {}), owner.state_dict()
+            if isinstance(wanted, dict) and not isinstance(state, dict):
+                raise comm.SettingsError(f"checkpoint {path} is damaged: its {key} is no dict")
+        for key, value in checkpoint["model"].items():
+            if not (isinstance(value, (torch.Tensor, np.ndarray)) or key.endswith("_extra_state")):
+                raise comm.SettingsError(f"checkpoint {path} is damaged: {key} is no tensor")
+        return checkpoint
 
     def _load_model(self, checkpoint: dict) -> "_IncompatibleKeys":
         checkpoint.pop("rank_buffers", None)
@@ -173,8 +199,8 @@ class Checkpointer:
         if differences := _describe(incompatible):
             self.logger.warning("The model is not the one saved: %s", differences)
 
-    def _load_checkpointables(self, checkpoint: dict, path: str, keys: list[str] | None) -> None:
-        for key in self.checkpointables if keys is None else keys:
+    def _load_checkpointables(self, checkpoint: dict, path: str, keys: Iterable[str]) -> None:
+        for key in keys:
             state = checkpoint.pop(key, None)
             if state is None:
                 self.logger.warning("%s holds no %s, which starts anew", path, key)

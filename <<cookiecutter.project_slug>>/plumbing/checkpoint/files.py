@@ -10,6 +10,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import torch
+from torch.utils.serialization import config
 
 from plumbing.comm import SettingsError
 
@@ -18,7 +19,7 @@ def write_atomically(path: str, write: Callable[[BinaryIO], Any]) -> None:
     """Let ``write`` fill a file that then appears whole and durable, or not at all."""
     folder, temporary = os.path.dirname(path), f"{path}.tmp"
     try:
-        with open(temporary, "wb") as file:
+        with open(temporary, "w+b") as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
@@ -33,26 +34,33 @@ def write_atomically(path: str, write: Callable[[BinaryIO], Any]) -> None:
     os.close(descriptor)
 
 
-_COMMENT = struct.Struct("<H4sI")  # its length, a mark, the checksum of all before its length
+_COMMENT = struct.Struct("<H4sI")  # its length, a mark, the checksum of all but the tensors
 
 
-class _Summing:
-    def __init__(self, file: BinaryIO) -> None:
-        self._file, self.flush, self.checksum = file, file.flush, 0
-
-    def write(self, data: Any) -> int:
-        self.checksum = zlib.crc32(data, self.checksum)
-        return self._file.write(data)
+def _checksum(file: BinaryIO, size: int) -> int:
+    """Of the first ``size`` bytes of an archive without the tensors, whose own are in there."""
+    members = sorted((m.header_offset, m.compress_size) for m in zipfile.ZipFile(file).infolist())
+    checksum = position = 0
+    for header, num_bytes in members:
+        file.seek(header + 26)
+        data = header + 30 + sum(struct.unpack("<2H", file.read(4)))  # after name and padding
+        file.seek(position)
+        checksum = zlib.crc32(file.read(data - position), checksum)
+        position = data + num_bytes
+    file.seek(position)
+    return zlib.crc32(file.read(size - position), checksum)
 
 
 def save_file(path: str, data: dict) -> None:
-    """Write a checkpoint, with its checksum as the comment of the zip archive that torch makes."""
+    """Write a checkpoint, with a checksum as the comment of the zip archive that torch makes."""
 
     def write(file: BinaryIO) -> None:
-        summing = _Summing(file)
-        torch.save(to_plain_types(data), summing)
-        file.seek(-2, os.SEEK_END)  # the length of the comment, so far 0
-        file.write(_COMMENT.pack(8, b"sum:", summing.checksum))
+        with config.patch("save.compute_crc32", True):  # of each tensor, by torch as it writes
+            torch.save(to_plain_types(data), file)
+        size = file.seek(-2, os.SEEK_END)  # the length of the comment, so far 0
+        comment = _COMMENT.pack(8, b"sum:", _checksum(file, size))
+        file.seek(size)
+        file.write(comment)
 
     write_atomically(path, write)
 
@@ -61,13 +69,10 @@ def _is_whole(path: str) -> bool:
     with open(path, "rb") as file:
         size = file.seek(-_COMMENT.size, os.SEEK_END)
         *start, expected = _COMMENT.unpack(file.read())
-        if start != [8, b"sum:"]:  # not written by save_file
-            with zipfile.ZipFile(file) as archive:
-                return archive.comment == b"" and archive.testzip() is None
-        checksum = file.seek(0)
-        while data := file.read(min(2**20, size - file.tell())):
-            checksum = zlib.crc32(data, checksum)
-        return zlib.crc32(b"\0\0", checksum) == expected
+        ours = start == [8, b"sum:"]  # written by save_file
+        with zipfile.ZipFile(file) as archive:
+            sound = _checksum(file, size) == expected if ours else archive.comment == b""
+            return sound and archive.testzip() is None
 
 
 def load_file(path: str) -> dict:

@@ -2,4 +2,4 @@
 
 from .history import HistoryBuffer
 from .storage import EventStorage, get_event_storage, has_event_storage
-from .writers import CommonMetricPrinter, EventWriter, JSONWriter, TensorboardXWriter
+from .writers import EventWriter, JSONWriter, TensorboardXWriter

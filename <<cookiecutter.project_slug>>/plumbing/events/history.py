@@ -1,7 +1,6 @@
 import math
-import statistics
 from collections import deque
-from itertools import islice, takewhile
+from itertools import islice
 
 import torch
 
@@ -34,13 +33,19 @@ class HistoryBuffer:
         """Number of newest values, in a row, of the last ``window_size`` iterations."""
         if window_size < 1:
             raise ValueError(f"window_size must be at least 1, got {window_size}")
-        start = self.latest_iteration() - window_size
-        return sum(1 for _ in takewhile(lambda item: item[1] > start, reversed(self._data)))
+        start, count = self.latest_iteration() - window_size, 0
+        for _, iteration in reversed(self._data):
+            if iteration <= start:
+                break
+            count += 1
+        return count
 
     def median(self, window_size: int) -> float:
         """Of the newest ``window_size`` values; nan without values, or if one is nan."""
-        values = self._newest(window_size)
-        return statistics.median(values) if values and not math.isnan(sum(values)) else math.nan
+        values = sorted(self._newest(window_size))
+        if not values or math.isnan(sum(values)):
+            return math.nan
+        return (values[(len(values) - 1) // 2] + values[len(values) // 2]) / 2
 
     def avg(self, window_size: int) -> float:
         """Mean of the newest ``window_size`` values; nan without values."""

@@ -3,7 +3,7 @@ import math
 import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import repeat
+from itertools import islice, repeat
 from typing import Any
 
 import torch
@@ -41,9 +41,10 @@ class EventStorage:
         self._prefix = ""
         self._histories: dict[str, HistoryBuffer] = {}
         self._hints: dict[str, bool] = {}
-        self._puts: dict[str, tuple[int, float, int]] = {}  # of the newest iteration: sum, count
-        self._waiting: list[tuple[str, int, torch.Tensor]] = []
+        self._puts: dict[str, tuple[int, float, int]] = {}  # where several: iteration, sum, count
+        self._waiting: list[tuple[str, int, list[torch.Tensor]]] = []
         self._read: list[float] = []  # this rank's values of the first ones of them
+        self._shown: tuple[int, dict] | None = None  # what writers got last, while it holds
         self._vis_data, self._histogram_data = deque(maxlen=100), deque(maxlen=100)
 
     @property
@@ -77,22 +78,31 @@ class EventStorage:
 
         With the hint, which must not change, writers show a median, otherwise the newest value.
         """
-        name = self._prefix + name
-        if self._hints.get(name, smoothing_hint) != smoothing_hint:
-            raise ValueError(f"scalar {name}: smoothing_hint was {not smoothing_hint} before")
         iteration = self.iter if cur_iter is None else cur_iter
-        if not isinstance(value, torch.Tensor):
-            self._record(name, float(value), iteration)
-        elif value.numel() != 1:
-            raise ValueError(f"scalar {name}: needs one element, got shape {tuple(value.shape)}")
-        else:
+        if isinstance(value, torch.Tensor):
+            if value.ndim > 0 and value.numel() != 1:
+                raise ValueError(f"scalar {name}: needs one element, got {tuple(value.shape)}")
             # A result of autograd is fresh; memory of another tensor may be changed by its owner.
             fresh = value.grad_fn is not None and value._base is None
             value = value.detach() if fresh else value.detach().clone()
-            self._waiting.append((name, iteration, value))
-            if len(self._waiting) >= _WAITING_LENGTH:
-                self.reduce(finite=("loss",))
-        self._hints[name] = smoothing_hint
+            self._wait(self._hint(name, smoothing_hint), iteration, [value])
+        else:
+            self._record(self._hint(name, smoothing_hint), float(value), iteration)
+
+    def put_norm(self, name: str, tensors: list[torch.Tensor]) -> None:
+        """Like ``put_scalar`` of the norm of tensors of one element, which must not change."""
+        self._wait(self._hint(name, True), self.iter, tensors)
+
+    def _hint(self, name: str, smoothing_hint: bool) -> str:
+        name = self._prefix + name
+        if self._hints.setdefault(name, smoothing_hint) != smoothing_hint:
+            raise ValueError(f"scalar {name}: smoothing_hint was {not smoothing_hint} before")
+        return name
+
+    def _wait(self, name: str, iteration: int, tensors: list[torch.Tensor]) -> None:
+        self._waiting.append((name, iteration, tensors))
+        if len(self._waiting) >= _WAITING_LENGTH:
+            self.reduce(finite=("loss",))
 
     def put_scalars(
         self, scalars: Mapping[str, Any] | None = None, /, *,
@@ -130,10 +140,15 @@ class EventStorage:
 
     def histories(self) -> dict[str, HistoryBuffer]:
         if unread := self._waiting[len(self._read) :]:
-            values = _read([tensor for _, _, tensor in unread])
+            values = _read([tensors for _, _, tensors in unread])
             for (name, iteration, _), value in zip(unread, values):
-                self._record(name, value, iteration)
+                history = self._histories.get(name)
+                if history is None or history.latest_iteration() == iteration:
+                    self._record(name, value, iteration)
+                else:
+                    history.update(value, iteration)
             self._read += values
+            self._shown = None
         return self._histories
 
     def latest(self) -> dict[str, tuple[float, int]]:
@@ -142,12 +157,15 @@ class EventStorage:
 
     def latest_with_smoothing_hint(self, window_size: int = 20) -> dict[str, tuple[float, int]]:
         """Like ``latest``, but names put with the hint get their median over a window."""
-        latest = self.latest()
-        for name, history in self._histories.items():
-            if self._hints[name]:
-                median = history.median(history.count_samples(window_size))
-                latest[name] = median, history.latest_iteration()
-        return latest
+        histories, latest = self.histories(), {}
+        if self._shown is None or self._shown[0] != window_size:
+            for name, history in histories.items():
+                value = history.latest()
+                if self._hints[name]:
+                    value = history.median(history.count_samples(window_size))
+                latest[name] = value, history.latest_iteration()
+            self._shown = window_size, latest
+        return dict(self._shown[1])
 
     def count_samples(self, name: str, window_size: int = 20) -> int:
         return self.histories().get(name, HistoryBuffer()).count_samples(window_size)
@@ -197,11 +215,13 @@ class EventStorage:
         if history is None:
             history = self._histories[name] = HistoryBuffer(_HISTORY_LENGTH)
         elif history.latest_iteration() == iteration:
+            newest, total, count = self._puts.get(name, (None, 0.0, 0))
+            total, count = (total, count) if newest == iteration else (history.latest(), 1)
+            self._puts[name] = iteration, total + value, count + 1
             history.pop()
-        newest, total, count = self._puts.get(name, (None, 0.0, 0))
-        total, count = (total + value, count + 1) if newest == iteration else (value, 1)
-        self._puts[name] = iteration, total, count
-        history.update(total / count, iteration)
+            value = (total + value) / (count + 1)
+        history.update(value, iteration)
+        self._shown = None
 
     def state_dict(self) -> dict:
         histories = {name: history.state_dict() for name, history in self.histories().items()}
@@ -212,13 +232,23 @@ class EventStorage:
         for name, history in state["histories"].items():
             self._histories[name] = HistoryBuffer(_HISTORY_LENGTH)
             self._histories[name].load_state_dict(history)
+            # A put for the iteration that the state ends with takes its value's place.
+            self._puts[name] = self._histories[name].latest_iteration(), 0.0, 0
+        self._shown = None
 
 
-def _read(tensors: Sequence[torch.Tensor]) -> list[float]:
-    """The values of tensors of one element; those on a GPU come in one copy."""
-    on_gpu = [tensor.reshape(()).double() for tensor in tensors if tensor.is_cuda]
-    copied = iter(torch.stack(on_gpu).tolist() if on_gpu else ())
-    return [next(copied) if tensor.is_cuda else tensor.item() for tensor in tensors]
+def _read(waiting: Sequence[list[torch.Tensor]]) -> list[float]:
+    """The values of single tensors, and the norms of several; a copy for each type on GPUs."""
+    tensors = [tensor for each in waiting for tensor in each]
+    values = [0.0 if tensor.is_cuda else tensor.item() for tensor in tensors]
+    for dtype in {tensor.dtype for tensor in tensors if tensor.is_cuda}:
+        alike = [i for i, each in enumerate(tensors) if each.is_cuda and each.dtype == dtype]
+        read = torch.stack([tensors[i].view(()) for i in alike]).tolist()
+        for i, value in zip(alike, read):
+            values[i] = value
+    rest = iter(values)
+    parts = [list(islice(rest, len(each))) for each in waiting]
+    return [float(part[0]) if len(part) == 1 else math.hypot(*part) for part in parts]
 
 
 def _gather(values: list[float], names: Sequence[str]) -> list[list[float]]:

@@ -1,17 +1,17 @@
 import collections
 import contextlib
-import datetime
+import itertools
 import json
-import logging
 import math
+import mmap
 import os
+import platform
 import time
 from typing import Any, BinaryIO
 
-import torch
-
 from .storage import EventStorage, get_event_storage
 
+_numbers = itertools.count()
 _NUM_ROWS = 1000  # at the end of metrics.json, that may still get more names
 
 
@@ -52,18 +52,21 @@ class JSONWriter(EventWriter):
         self._scalars = _NewScalars(window_size, start_iter or 0)
         self._rows = collections.deque(maxlen=_NUM_ROWS)  # (iteration, where its line is, row)
         self._file: BinaryIO | None = None
+        self._end = 0  # of the file, in bytes
 
     def write(self) -> None:
         new = self._scalars.pick(get_event_storage())
         if not new:
             return
-        self._file = self._file or _open(self._path, self._start_iter)
+        if self._file is None:
+            self._file, self._end = _open(self._path, self._start_iter)
         # A name may come after its iteration was written: lines are written anew from there on.
-        position = self._file.seek(0, os.SEEK_END)
+        position = self._end
         while self._rows and self._rows[-1][0] >= min(new):
             iteration, position, row = self._rows.pop()
             new[iteration] = {**row, **new.get(iteration, {})}
-        self._file.seek(position)
+        if position != self._end:
+            self._file.seek(position)
         text = b""
         for iteration, row in sorted(new.items()):
             self._rows.append((iteration, position + len(text), row))
@@ -71,100 +74,74 @@ class JSONWriter(EventWriter):
             text += json.dumps({**row, "iteration": iteration}, sort_keys=True).encode() + b"\n"
         self._file.write(text)
         self._file.flush()
+        self._end = position + len(text)
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
 
 
-def _open(path: str, start_iter: int | None) -> BinaryIO:
+def _open(path: str, start_iter: int | None) -> tuple[BinaryIO, int]:
     file = open(path, "r+b" if os.path.exists(path) else "w+b")  # noqa: SIM115
-    lines = [] if start_iter is None else file.readlines()
     end = file.seek(0, os.SEEK_END)
-    for line in reversed(lines):
-        with contextlib.suppress(ValueError, TypeError, KeyError):  # such a line goes as well
-            if line.endswith(b"\n") and json.loads(line)["iteration"] < start_iter:
-                break
-        end -= len(line)
+    if end and start_iter is not None:
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:  # only its end is read
+            while end:
+                begin = data.rfind(b"\n", 0, end - 1) + 1
+                with contextlib.suppress(ValueError, TypeError, KeyError):  # no row goes too
+                    line = data[begin:end]
+                    if line.endswith(b"\n") and json.loads(line)["iteration"] < start_iter:
+                        break
+                end = begin
     file.truncate(end)
-    return file
+    return file, file.seek(end)
 
 
 class TensorboardXWriter(EventWriter):
-    """Writes for TensorBoard; ``kwargs`` go to SummaryWriter, its purge_step hides an old run."""
+    """Writes for TensorBoard, at once and without a thread; ``purge_step`` hides an old run."""
 
-    def __init__(self, log_dir: str, window_size: int = 20, **kwargs: Any) -> None:
-        self._arguments = {"log_dir": log_dir, **kwargs}
-        self._scalars = _NewScalars(window_size, kwargs.get("purge_step") or 0)
-        self._writer = None
+    def __init__(
+        self, log_dir: str, window_size: int = 20, purge_step: int | None = None,
+        filename_suffix: str = "",
+    ) -> None:  # fmt: skip
+        name = f"events.out.tfevents.{time.time():.6f}.{platform.node()}.{os.getpid()}"
+        self._path = os.path.join(log_dir, f"{name}.{next(_numbers)}{filename_suffix}")
+        self._scalars, self._purge_step = _NewScalars(window_size, purge_step or 0), purge_step
+        self._records = None
 
     def write(self) -> None:
         storage = get_event_storage()
         rows = self._scalars.pick(storage)
         if not (rows or storage._vis_data or storage._histogram_data):
             return
-        from torch.utils.tensorboard import summary, writer  # slow: only when used
+        from torch.utils.tensorboard import summary  # slow: only when used
 
-        self._writer = self._writer or writer.SummaryWriter(**self._arguments)
         for iteration, row in sorted(rows.items()):
-            # One event for all names takes a fifth of the time of add_scalar for each.
             values = [summary.Summary.Value(tag=name, simple_value=row[name]) for name in row]
-            self._writer.file_writer.add_summary(summary.Summary(value=values), iteration)
+            self._add(step=iteration, summary=summary.Summary(value=values))
         for name, image, iteration in storage._vis_data:
-            self._writer.add_image(name, image, iteration)
-        for histogram in storage._histogram_data:
-            self._writer.add_histogram_raw(**histogram)
+            self._add(step=iteration, summary=summary.image(name, image, dataformats="CHW"))
+        for each in storage._histogram_data:
+            numbers = {key: each[key] for key in each if key not in ("tag", "global_step")}
+            histogram = summary.histogram_raw(each["tag"], **numbers)
+            self._add(step=each["global_step"], summary=histogram)
         storage.clear_images()
         storage.clear_histograms()
-        self._writer.flush()
+        self._records.flush()
+
+    def _add(self, **content: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        if self._records is None:
+            os.makedirs(os.path.dirname(self._path), exist_ok=True)
+            self._records = RecordWriter(open(self._path, "xb"))  # noqa: SIM115
+            self._add(file_version="brain.Event:2")
+            if self._purge_step is not None:
+                start = SessionLog(status=SessionLog.START)
+                self._add(step=self._purge_step, session_log=start)
+        self._records.write(Event(wall_time=time.time(), **content).SerializeToString())
 
     def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-
-
-class CommonMetricPrinter(EventWriter):
-    """Logs a line: ETA, iteration, losses, grad_norm, seconds, learning rate, GPU memory."""
-
-    def __init__(self, max_iter: int | None = None, window_size: int = 20) -> None:
-        self.logger = logging.getLogger("plumbing.events")
-        self._max_iter, self._window_size = max_iter, window_size
-        self._last_write = None, 0.0  # iteration, seconds
-
-    def write(self) -> None:
-        storage = get_event_storage()
-        histories, iteration = storage.histories(), storage.iter
-        ended = self._max_iter is not None and iteration >= self._max_iter
-        if ended or not histories or iteration == self._last_write[0]:
-            return
-        fields = [*self._eta(storage), f"iter: {iteration}"]
-        for name, history in histories.items():
-            if "loss" in name or "[metric]" in name or name == "grad_norm":
-                count = storage.count_samples(name, self._window_size)
-                fields.append(f"{name}: {history.median(count):.4g}")
-        if history := histories.get("time"):
-            fields.append(f"time: {history.global_avg():.4f}  last_time: {history.latest():.4f}")
-        if history := histories.get("data_time"):
-            fields.append(f"data_time: {history.avg(self._window_size):.4f}")
-            fields.append(f"last_data_time: {history.latest():.4f}")
-        if history := histories.get("samples_per_second"):
-            fields.append(f"sample/s: {history.latest():.0f}")
-        fields.append(f"lr: {histories['lr'].latest():.5g}" if "lr" in histories else "lr: N/A")
-        if torch.cuda.is_available():
-            fields.append(f"max_mem: {torch.cuda.max_memory_allocated() / 2**20:.0f}M")
-        self.logger.info(" %s", "  ".join(fields))
-        self._last_write = iteration, time.perf_counter()
-
-    def _eta(self, storage: EventStorage) -> list[str]:
-        """[] while it is not known."""
-        iteration, moment = self._last_write
-        seconds = None
-        if "time" in storage.histories():
-            seconds = storage.history("time").median(1000)
-        elif iteration is not None:
-            seconds = (time.perf_counter() - moment) / (storage.iter - iteration)
-        if seconds is None or self._max_iter is None:
-            return []
-        seconds *= self._max_iter - storage.iter - 1
-        storage.put_scalar("eta_seconds", seconds, smoothing_hint=False)
-        return [f"eta: {datetime.timedelta(seconds=int(seconds))}"]
+        if self._records is not None:
+            self._records.close()

@@ -1,0 +1,365 @@
+"""What may happen to a run: kills in a save, other numbers of ranks, files of strangers."""
+
+import collections
+import itertools
+import json
+import os
+import re
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import arguments, own_log, parse, train_here
+from models import Tiny
+from torch import nn
+
+import data
+import train
+from hardware import build_parallel
+from plumbing import comm
+from plumbing.checkpoint import Checkpointer
+from plumbing.comm import SettingsError
+from plumbing.setup import launch, set_random_state
+
+
+def model_of(output, name="model_final"):
+    return torch.load(output / f"{name}.pth")["model"]
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+def starts_of(output):
+    log = (output / "log.txt").read_text()
+    return list(map(int, re.findall(r"Starting training from iteration (\d+)", log)))
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """The output of a run that nothing happened to."""
+    output = tmp_path_factory.mktemp("straight") / "output"
+    train_here(output, "DATALOADER.NUM_WORKERS 0")
+    return output
+
+
+# A kill in a save leaves what was there, and the resumed run is the run without it.
+
+
+def die(*_, **__):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_half_way(data, file, save=torch.save):
+    save(data, file)
+    file.seek(0)
+    file.truncate(len(file.read()) // 2)
+    file.flush()
+    die()
+
+
+def die_at(name, call):
+    """A function that is ``call``, but kills the process when its last path has this name."""
+
+    def deadly(*paths):
+        if os.path.basename(paths[-1]) == name:
+            die()
+        call(*paths)
+
+    return deadly
+
+
+def killed_in_save(output, words, moment):
+    """Train; the process is killed at this moment of the save after iteration 5."""
+    step = train.PeriodicCheckpointer.step
+
+    def faulty_step(self, iteration, **kwargs):
+        if iteration == 5:
+            if moment == "half-way in the data":
+                torch.save = die_half_way
+            elif moment == "before the data has its name":
+                os.replace = die_at("model_0000005.pth", os.replace)
+            elif moment == "between data and pointer":
+                os.replace = die_at("last_checkpoint", os.replace)
+            else:
+                os.remove = die_at("model_0000003.pth", os.remove)
+        step(self, iteration, **kwargs)
+
+    train.PeriodicCheckpointer.step = faulty_step
+    train_here(output, words)
+
+
+@pytest.mark.parametrize(
+    ("moment", "left", "start"),
+    [
+        ("half-way in the data", 3, 4),
+        ("before the data has its name", 3, 4),
+        ("between data and pointer", 5, 4),
+        ("before the old file goes", 5, 6),
+    ],
+)
+def test_a_kill_in_a_save_leaves_a_good_file_even_if_one_is_kept(
+    moment, left, start, straight, on_ranks, tmp_path
+):
+    output = tmp_path / "run"
+    (rank,) = on_ranks(1, killed_in_save, output, "SOLVER.CHECKPOINTS_TO_KEEP 1", moment)
+    assert rank.code == -signal.SIGKILL, rank.printed
+    good = sorted(path.name for path in output.glob("*_0*.pth"))
+    assert good[-1] == f"model_{left:07d}.pth"
+    for name in good:  # none is torn
+        assert torch.load(output / name)["iteration"] == int(name[6:13])
+    train_here(output, "--resume")
+    assert starts_of(output) == [0, start]
+    assert list(output.glob("*.tmp")) == []
+    assert same(model_of(output), model_of(straight))
+
+
+# With another number of ranks a run goes on with the same samples.
+
+
+def train_tiny(output, words, stop=None):
+    """Train a model without norms and dropout; returns {iteration: keys of this rank's samples}.
+
+    The process ends before it draws the batch of iteration ``stop``; then there is a file instead.
+    """
+    set_random_state(0)
+    model, keys, start_iter = Tiny(), {}, []
+    build, getitems = train.build_train_loader, data.Digits.__getitems__
+
+    def build_train_loader(cfg, start, *args, **kwargs):
+        start_iter.append(start)
+        return build(cfg, start, *args, **kwargs)
+
+    def recorded(self, batch):
+        if model.training and start_iter:
+            iteration = start_iter[0] + len(keys)
+            if iteration == stop:
+                comm.synchronize()
+                (output / f"keys {comm.get_rank()}.json").write_text(json.dumps(keys))
+                comm.synchronize()
+                os._exit(9)
+            keys[iteration] = np.asarray(batch).tolist()
+        return getitems(self, batch)
+
+    train.build_model, train.build_train_loader = lambda cfg: model, build_train_loader
+    data.Digits.__getitems__ = recorded
+    train_here(output, words)
+    return keys
+
+
+def test_no_sample_is_lost_or_repeated_from_2_ranks_to_1_to_4_and_back(on_ranks, tmp_path):
+    words = "SOLVER.MAX_ITER 14 SOLVER.BASE_LR 0.1 TEST.EVAL_PERIOD 0"
+    (alone,) = on_ranks(1, train_tiny, tmp_path / "alone", words)
+    assert alone.code == 0, alone.printed
+    expected = {int(i): sorted(keys) for i, keys in alone.result.items()}
+    epochs = collections.Counter(map(tuple, itertools.chain(*expected.values())))
+    assert set(epochs.values()) == {1}
+
+    output, seen = tmp_path / "run", collections.defaultdict(list)
+    for num_ranks, stop in ((2, 3), (1, 5), (4, 9), (2, None)):
+        resume = " --resume" * output.exists()
+        ranks = on_ranks(num_ranks, train_tiny, output, words + resume, stop)
+        if stop is None:
+            assert [rank.code for rank in ranks] == [0] * num_ranks, ranks
+            parts = [rank.result for rank in ranks]
+        else:
+            assert all(rank.code for rank in ranks)
+            parts = [json.loads((output / f"keys {i}.json").read_text()) for i in range(num_ranks)]
+        for iteration in parts[0]:
+            seen[int(iteration)].append(sorted(itertools.chain(*(p[iteration] for p in parts))))
+    assert seen.keys() == expected.keys()
+    for iteration, times in seen.items():  # one that came after the last save is done again
+        assert all(keys == expected[iteration] for keys in times)
+    assert starts_of(output) == [0, 2, 4, 8]
+    for name, value in model_of(tmp_path / "alone").items():  # the sums round differently
+        assert torch.allclose(value, model_of(output)[name], atol=1e-4), name
+
+
+# Ranks agree.
+
+
+def resumes_with_a_stale_listing(output):
+    """Rank 1 sees the folder as it was some saves ago; returns the file that was resumed."""
+    if os.environ["RANK"] == "1":
+        listdir, stale = os.listdir, ["model_0000001.pth", "log.txt"]
+        os.listdir = lambda path: stale if str(path) == str(output) else listdir(path)
+        tagged = os.path.join(output, "model_0000001.pth")
+        Checkpointer.get_checkpoint_file = lambda self: tagged
+    resumed, resume_or_load = [], train.Checkpointer.resume_or_load
+
+    def recorded(self, *args, **kwargs):
+        resumed.append(resume_or_load(self, *args, **kwargs)["iteration"])
+        return {"iteration": resumed[-1]}
+
+    train.Checkpointer.resume_or_load = recorded
+    train_here(output, "--resume SOLVER.MAX_ITER 14")
+    return resumed
+
+
+def test_all_ranks_resume_the_file_that_the_first_one_chose(straight, on_ranks, tmp_path):
+    output = tmp_path / "run"
+    output.mkdir()
+    for name in ("model_0000001.pth", "model_0000009.pth", "model_0000011.pth"):
+        (output / name).write_bytes((straight / name).read_bytes())
+    ranks = on_ranks(2, resumes_with_a_stale_listing, output)
+    assert [rank.result for rank in ranks] == [[11], [11]], ranks
+
+
+def killed_ranks(output, words):
+    draws = itertools.count()
+    sum_losses = train.sum_losses
+
+    def last(losses):
+        if next(draws) == 6:
+            os._exit(9)
+        return sum_losses(losses)
+
+    train.sum_losses = last
+    train_here(output, words)
+
+
+def test_three_ranks_killed_and_resumed_are_the_same_to_the_bit(on_ranks, tmp_path):
+    words = "MODEL.WIDTH 16 TEST.EVAL_PERIOD 0 LOG_PERIOD 100"
+    whole = on_ranks(3, train_here, tmp_path / "whole", words)
+    assert [rank.code for rank in whole] == [0] * 3, whole
+    assert all(rank.code for rank in on_ranks(3, killed_ranks, tmp_path / "run", words))
+    resumed = on_ranks(3, train_here, tmp_path / "run", f"{words} --resume")
+    assert [rank.code for rank in resumed] == [0] * 3, resumed
+    assert starts_of(tmp_path / "run") == [0, 6]
+    assert same(model_of(tmp_path / "whole"), model_of(tmp_path / "run"))
+
+
+def messages_of_gradients():
+    """The weights, by their numbers, in each message of the first three iterations."""
+    comm.init_process_group(torch.device("cpu"), timeout_seconds=60)
+    cfg = train.get_cfg()
+    cfg.MODEL.DEVICE = "cpu"
+    model = build_parallel(cfg, nn.Sequential(*(nn.Linear(300, 300) for _ in range(6))))
+    number_of = {id(parameter): number for number, parameter in enumerate(model.parameters())}
+    iterations = []
+
+    def send(_, bucket):
+        iterations[-1].append([number_of[id(parameter)] for parameter in bucket.parameters()])
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    model.register_comm_hook(None, send)
+    for _ in range(3):
+        iterations.append([])
+        model(torch.ones(2, 300)).sum().backward()
+    return iterations
+
+
+def test_gradients_are_sent_alike_from_the_first_iteration_on(on_ranks):
+    """So a resume adds them in the order of the run, and the last layers are sent first."""
+    for rank in on_ranks(2, messages_of_gradients):
+        assert rank.code == 0, rank.printed
+        assert rank.result == [rank.result[0]] * 3
+        assert list(itertools.chain(*rank.result[0])) == list(range(11, -1, -1))
+        assert len(rank.result[0]) == 2
+
+
+# Nothing in a file is run, wherever it stands.
+
+
+class Malicious:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+@pytest.mark.parametrize("part", ["model", "optimizer", "iteration", "storage"])
+@pytest.mark.parametrize("place", ["newest", "tagged", "final", "weights"])
+def test_code_in_a_file_is_refused_in_one_line_and_not_passed_over(
+    place, part, straight, tmp_path, capsys
+):
+    output, victim = tmp_path / "run", tmp_path / "victim"
+    output.mkdir()
+    good = output / "model_0000001.pth"
+    good.write_bytes((straight / good.name).read_bytes())
+    names = {"newest": "model_0000003.pth", "tagged": "x.pth", "final": "model_final.pth"}
+    bad = output / names.get(place, "model_other.bin")
+    torch.save({**torch.load(good), part: Malicious(str(victim))}, bad)
+    if place == "tagged":
+        (output / "last_checkpoint").write_text(bad.name)
+    words = f"--eval-only MODEL.WEIGHTS {bad}" if place == "weights" else "--resume"
+    with own_log(), pytest.raises(SystemExit) as stop:
+        launch(train.main, parse(arguments(output, words)))
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert re.fullmatch(f"error: .*{bad.name}.*refused.*\n", error)
+    assert not victim.exists()
+
+
+# What is no checkpoint of this run.
+
+
+def with_part(source, target, **parts):
+    checkpoint = torch.load(source)
+    checkpoint.update(parts)
+    torch.save({key: part for key, part in checkpoint.items() if part is not None}, target)
+
+
+WRONG = {
+    "no iteration": {"iteration": None},
+    "an iteration that is a text": {"iteration": "3"},
+    "a model that is a number": {"model": 5},
+    "a model of numbers": {"model": {"weight": 5}},
+    "an optimizer that is a list": {"optimizer": [1]},
+}
+
+
+@pytest.mark.parametrize("parts", WRONG.values(), ids=WRONG)
+def test_a_resume_passes_over_what_is_no_checkpoint_and_says_so(parts, straight, tmp_path):
+    output = tmp_path / "run"
+    output.mkdir()
+    good, bad = output / "model_0000001.pth", output / "model_0000003.pth"
+    good.write_bytes((straight / good.name).read_bytes())
+    with_part(good, bad, **parts)
+    (output / "last_checkpoint").write_text(bad.name)
+    train_here(output, "--resume SOLVER.MAX_ITER 3")
+    assert starts_of(output) == [2]
+    assert re.search("WARNING.*Passing over.*model_0000003", (output / "log.txt").read_text())
+
+
+@pytest.mark.parametrize("model", [5, [1], {"weight": 5}], ids=["number", "list", "no tensors"])
+def test_weights_that_are_none_are_an_error_in_one_line(model, tmp_path):
+    torch.save({"model": model}, tmp_path / "x.pth")
+    with pytest.raises(SettingsError, match="x.pth") as caught:
+        Checkpointer(nn.Linear(1, 1)).load(str(tmp_path / "x.pth"))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_final_file_of_a_shorter_run_is_not_the_newest(tmp_path):
+    checkpointer = Checkpointer(nn.Linear(1, 1), str(tmp_path))
+    for name, iteration in (("final", 9), ("0000014", 14), ("0000004", 4)):
+        checkpointer.save(f"model_{name}", iteration=iteration)
+    for pointer in ("", "model_0000099.pth"):
+        (tmp_path / "last_checkpoint").write_text(pointer)
+        assert checkpointer.resume_or_load("")["iteration"] == 14
+    (tmp_path / "model_0000014.pth").write_bytes(b"")
+    assert checkpointer.resume_or_load("")["iteration"] == 9
+    (tmp_path / "model_final.pth").write_bytes(b"")
+    assert checkpointer.resume_or_load("")["iteration"] == 4
+
+
+# The seed that was drawn.
+
+
+def test_a_seed_that_was_drawn_outlives_the_file_of_settings(tmp_path):
+    output = tmp_path / "run"
+    train_here(output, "SEED -1 SOLVER.MAX_ITER 4")
+    seed = torch.load(output / "model_final.pth")["seed"]
+    assert f"SEED: {seed}\n" in (output / "config.yaml").read_text()
+    for text in (None, "SEED: [", "5"):
+        Path(output / "config.yaml").unlink()
+        if text:
+            Path(output / "config.yaml").write_text(text)
+        Path(output / "results.json").unlink(missing_ok=True)
+        train_here(output, "--resume SEED -1 SOLVER.MAX_ITER 4")
+        assert f"SEED: {seed}\n" in (output / "config.yaml").read_text()
