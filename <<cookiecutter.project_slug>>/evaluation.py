@@ -2,9 +2,11 @@
 
 import contextlib
 import datetime
+import json
 import logging
 import math
 import operator
+import os
 import time
 from collections.abc import Mapping
 
@@ -12,6 +14,7 @@ import torch
 from torch.nn import functional
 
 from plumbing import comm
+from plumbing.checkpoint.files import write_atomically
 from plumbing.events import EventStorage, get_event_storage, has_event_storage
 
 logger = logging.getLogger(__name__)
@@ -287,6 +290,40 @@ def _merge(every, name):
             except (TypeError, ValueError, RuntimeError):
                 raise ValueError(f"{name}: {key} is no number: {value!r}") from None
     return merged
+
+
+class BestCheckpointer:
+    """Saves model_best.pth when ``val_metric`` ("": none) beats all before; never resumed from.
+
+    The best value stands beside it, in a json file, and so holds after a resume.
+    """
+
+    def __init__(self, checkpointer, val_metric, mode="max", file_prefix="model_best"):
+        self.checkpointer, self.val_metric = checkpointer, val_metric
+        self.sign = {"max": 1, "min": -1}[mode]
+        self.file_prefix = file_prefix
+        self._path = os.path.join(checkpointer.save_dir, f"{file_prefix}.json")
+        self.best = comm.from_main_process(self._read)
+
+    def step(self, iteration, results):
+        """Save if the metric is better; all ranks call it, the main one decides."""
+        logger, value = self.checkpointer.logger, comm.all_gather(results.get(self.val_metric))[0]
+        if self.val_metric and value is None:
+            logger.warning("No %s among the results: %s", self.val_metric, ", ".join(results))
+        worst = -self.sign * math.inf if self.best is None else self.best
+        if value is None or not math.isfinite(value) or self.sign * value <= self.sign * worst:
+            return
+        self.best = float(value)
+        logger.info("Best %s so far: %.5g", self.val_metric, self.best)
+        record = {self.val_metric: self.best, "iteration": iteration}
+        self.checkpointer.save(self.file_prefix, tag_checkpoint=False, **record)
+        if self.checkpointer.save_to_disk:
+            write_atomically(self._path, lambda file: file.write(json.dumps(record).encode()))
+
+    def _read(self):
+        unusable = OSError, ValueError, TypeError, KeyError
+        with contextlib.suppress(*unusable), open(self._path) as file:
+            return float(json.load(file)[self.val_metric])
 
 
 def _flattened(results, name):

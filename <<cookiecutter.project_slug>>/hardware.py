@@ -1,17 +1,38 @@
 """How the hardware is used: precision, kernels, several processes."""
 
 import contextlib
+import logging
 import os
+import platform
+import subprocess
+import sys
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from plumbing import comm
+from plumbing.comm import SettingsError
+
+logger = logging.getLogger(__name__)
+
+
+def choose_device(name):
+    """The device of this rank; "auto" is its GPU if the machine has GPUs, else the CPU."""
+    num_gpus = torch.cuda.device_count()
+    if name == "cpu" or (name == "auto" and num_gpus == 0):
+        return torch.device("cpu")
+    if comm.get_local_size() > num_gpus:
+        ranks = f"{comm.get_local_size()} ranks on a machine with {num_gpus} GPUs"
+        raise SettingsError(f"{ranks}: lower --nproc_per_node, or set MODEL.DEVICE to cpu")
+    torch.cuda.set_device(comm.get_local_rank())
+    return torch.device("cuda", comm.get_local_rank())
 
 
 def setup_backends(cfg):
-    """How torch computes in this process."""
+    """How torch computes in this process; the log begins with where that is."""
+    _log_environment()
     torch.set_float32_matmul_precision(cfg.FLOAT32_PRECISION)
     torch.backends.cudnn.benchmark = cfg.CUDNN_BENCHMARK and not cfg.DETERMINISTIC
     torch.backends.cudnn.deterministic = cfg.DETERMINISTIC
@@ -37,7 +58,7 @@ def build_parallel(cfg, model):
     if comm.get_world_size() > 1:
         if cfg.MODEL.SYNC_BN:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-        model = DistributedDataParallel(
+        model = OrderedDDP(
             model,
             [comm.get_local_rank()] if cfg.MODEL.DEVICE == "cuda" else None,
             forward_sync_buffers=False,  # each rank has its own; see comm.averaged_buffers
@@ -45,6 +66,45 @@ def build_parallel(cfg, model):
             gradient_as_bucket_view=True,
             static_graph=cfg.MODEL.STATIC_GRAPH,
         )
+        model.reducer._push_all_rebuilt_params()
+        model.reducer._rebuild_buckets()  # now, not after the first iteration
     if cfg.MODEL.COMPILE:
         model.compile(backend=cfg.MODEL.COMPILE)
     return model
+
+
+class OrderedDDP(DistributedDataParallel):
+    """Sends gradients in one order from the first iteration on: that of the backward pass.
+
+    torch's own begins with the order of the forward pass and changes it after an iteration.  Three
+    or more ranks then add up in another order, and a resumed run would differ in the last bits.
+    """
+
+    def _build_params_for_reducer(self):
+        return tuple(parts[::-1] for parts in super()._build_params_for_reducer())
+
+
+def _log_environment():
+    try:
+        import tensorboard  # the writers load its parts later
+    except ImportError:
+        raise SettingsError("no tensorboard here: pip install -r requirements.txt") from None
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    cuda = f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
+    changes = ", with changes" if _git("status", "--porcelain") else ""
+    logger.info(
+        f"""Environment:
+Command line: {" ".join(sys.argv)}
+Python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}
+tensorboard {tensorboard.__version__}, {cuda}
+{platform.platform()}, {os.cpu_count()} CPUs, GPUs: {", ".join(gpus) or "none"}
+{comm.get_world_size()} ranks, {comm.get_local_size()} of them on {platform.node()}
+Code: {_git("rev-parse", "--verify", "HEAD").strip() or "no commit"}{changes}"""
+    )
+
+
+def _git(*args):
+    folder = os.path.dirname(os.path.abspath(sys.argv[0]))
+    with contextlib.suppress(OSError):
+        return subprocess.run(["git", "-C", folder, *args], capture_output=True).stdout.decode()
+    return ""

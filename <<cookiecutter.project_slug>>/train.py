@@ -16,17 +16,17 @@ import torch
 
 from data import build_test_loader, build_train_loader, dataset_size
 from defaults import check_cfg, expected_results, freeze_cfg, get_cfg, save_cfg
-from evaluation import build_evaluators, inference_on_dataset
+from evaluation import BestCheckpointer, build_evaluators, inference_on_dataset
 from gradients import build_grad_scaler, build_gradients
-from hardware import build_autocast, build_parallel, setup_backends
+from hardware import build_autocast, build_parallel, choose_device, setup_backends
 from model import build_model, sum_losses
 from optimizer import build_optimizer, setup_optimizer
 from plumbing import comm
-from plumbing.checkpoint import BestCheckpointer, Checkpointer, PeriodicCheckpointer
+from plumbing.checkpoint import Checkpointer, PeriodicCheckpointer
 from plumbing.events import EventStorage, get_event_storage
 from plumbing.preemption import StopRequest
 from plumbing.settings import merge_settings
-from plumbing.setup import choose_device, launch, set_random_state, setup_run
+from plumbing.setup import launch, set_random_state, setup_run
 from records import load_results, log_results, open_writers, save_results, verify_results
 from sampling import build_train_sampler
 from scaling import maybe_scale_to_ranks, setup_length
@@ -137,7 +137,7 @@ def do_train(cfg, model, resume=False):
                     writer.write()
 
             # Save before evaluating: a bug in an evaluator must not cost the run.
-            periodic_checkpointer.step(iteration, force=stop)
+            periodic_checkpointer.step(iteration, force=stop, seed=cfg.SEED)
             if stop:
                 return None
 

@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+last_checkpoint = "none"  # path of the newest that was saved or resumed from, for messages
+
 
 class SettingsError(ValueError):
     """A mistake in what the user gave: printed as one line, without a traceback."""

@@ -15,15 +15,28 @@ from plumbing.comm import SettingsError
 def merge_settings(cfg: CfgNode, path: str, opts: list[str]) -> None:
     """Set what a YAML file holds, then KEY VALUE pairs such as ["SOLVER.BASE_LR", "0.1"].
 
+    Before a file comes the one that its key _BASE_ names, relative to it, as in fvcore.
+
     A mistake is a SettingsError that names the source, the key, the value and the remedy.
     """
-    for key, value in read_settings(path):
-        _set(cfg, key, value, path)
+    _merge_file(cfg, path, [])
     for word in opts[::2]:
         if "=" in word or word == opts[-1] and len(opts) % 2:
             raise SettingsError(f"command line: {word}: settings are pairs: KEY VALUE")
     for key, text in zip(opts[::2], opts[1::2]):
         _set(cfg, key, None if text == "None" else text, "command line")
+
+
+def _merge_file(cfg: CfgNode, path: str, above: list[str]) -> None:
+    settings = dict(read_settings(path))
+    if base := settings.pop("_BASE_", None):
+        above = [*above, os.path.realpath(path)]
+        below = os.path.join(os.path.dirname(path), str(base))
+        if os.path.realpath(below) in above:
+            raise SettingsError(f"{path}: _BASE_: {base} leads back to this file")
+        _merge_file(cfg, below, above)
+    for key, value in settings.items():
+        _set(cfg, key, value, path)
 
 
 def leaves(tree: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -1,4 +1,4 @@
-"""What happens before training: device, output folder, log, random state."""
+"""What happens before training: output folder, log, random state."""
 
 import contextlib
 import errno
@@ -8,7 +8,6 @@ import os
 import platform
 import random
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -50,18 +49,6 @@ def _one_line(main: Callable[..., Any], args: tuple) -> None:
         sys.exit(2)
 
 
-def choose_device(name: str) -> torch.device:
-    """The device of this rank; "auto" is its GPU if the machine has GPUs, else the CPU."""
-    num_gpus = torch.cuda.device_count()
-    if name == "cpu" or (name == "auto" and num_gpus == 0):
-        return torch.device("cpu")
-    if comm.get_local_size() > num_gpus:
-        ranks = f"{comm.get_local_size()} ranks on a machine with {num_gpus} GPUs"
-        raise SettingsError(f"{ranks}: lower --nproc_per_node, or set MODEL.DEVICE to cpu")
-    torch.cuda.set_device(comm.get_local_rank())
-    return torch.device("cuda", comm.get_local_rank())
-
-
 def set_random_state(seed: int, iteration: int = 0, rank: int = 0) -> None:
     """Set torch's, numpy's and Python's generators as a function of the three numbers."""
     mixed = (seed * 0x9E3779B97F4A7C15 + iteration) * 0xBF58476D1CE4E5B9 + rank
@@ -85,7 +72,6 @@ def setup_run(output_dir: str, may_exist: bool) -> bool:
     form, date = "[%(asctime)s %(levelname)s %(name)s]: %(message)s", "%m/%d %H:%M:%S"
     handlers = [logging.FileHandler(path), *screen]
     logging.basicConfig(level="INFO", format=form, datefmt=date, handlers=handlers, force=True)
-    logger.info("Environment:\n%s", _describe_environment())
     return restarted
 
 
@@ -124,22 +110,3 @@ def _check_folder(folder: str, may_exist: bool) -> None:
     if run and not may_exist:
         advice = "add --resume to go on with it, or choose another folder"
         raise SettingsError(f"OUTPUT_DIR: {folder} holds a run ({run[0]}): {advice}")
-
-
-def _describe_environment() -> str:
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    cuda = f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
-    changes = ", with changes" if _git("status", "--porcelain") else ""
-    return f"""\
-Command line: {" ".join(sys.argv)}
-Python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}, {cuda}
-{platform.platform()}, {os.cpu_count()} CPUs, GPUs: {", ".join(gpus) or "none"}
-{comm.get_world_size()} ranks, {comm.get_local_size()} of them on {platform.node()}
-Code: {_git("rev-parse", "--verify", "HEAD").strip() or "no commit"}{changes}"""
-
-
-def _git(*args: str) -> str:
-    folder = os.path.dirname(os.path.abspath(sys.argv[0]))
-    with contextlib.suppress(OSError):
-        return subprocess.run(["git", "-C", folder, *args], capture_output=True).stdout.decode()
-    return ""

@@ -13,8 +13,9 @@ import torch
 from ranks import run_on_ranks
 from torch import nn
 
+from evaluation import BestCheckpointer
 from plumbing import comm
-from plumbing.checkpoint import BestCheckpointer, Checkpointer, PeriodicCheckpointer
+from plumbing.checkpoint import Checkpointer, PeriodicCheckpointer
 from plumbing.comm import SettingsError
 
 

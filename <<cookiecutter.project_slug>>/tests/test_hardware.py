@@ -1,14 +1,18 @@
 """Precision, kernels and profile: settings that change how, not what, is computed."""
 
 import json
+import logging
+import sys
 
+import numpy as np
 import pytest
 import torch
 from conftest import train_here
 from torch import nn
 
 from defaults import get_cfg
-from hardware import build_parallel, setup_backends
+from hardware import build_parallel, choose_device, setup_backends
+from plumbing.comm import SettingsError
 
 
 @pytest.fixture
@@ -77,3 +81,44 @@ def test_the_stated_iterations_are_traced(tmp_path, setting, steps):
 def test_without_the_setting_nothing_is_traced(tmp_path):
     train_here(tmp_path)
     assert not (tmp_path / "profile").exists()
+
+
+def test_the_device_is_the_cpu_without_a_gpu_or_if_chosen(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert choose_device("auto") == choose_device("cpu") == torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    assert choose_device("cpu") == torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", ["auto", "cuda"])
+def test_each_rank_has_the_gpu_of_its_local_rank(monkeypatch, name):
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert choose_device(name) == torch.device("cuda", 3)
+    assert [torch.device("cuda", getattr(each, "index", each)).index for each in chosen] == [3]
+
+
+@pytest.mark.parametrize(("name", "num_gpus"), [("auto", 2), ("cuda", 2), ("cuda", 0)])
+def test_more_ranks_than_gpus_is_an_error_that_counts_both(monkeypatch, name, num_gpus):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with pytest.raises(SettingsError, match=rf"4 ranks.*{num_gpus} GPUs.*MODEL\.DEVICE"):
+        choose_device(name)
+
+
+def test_the_log_tells_the_environment(backends, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, logger="hardware")
+    monkeypatch.setattr(sys, "argv", ["train.py", "--config", "c.yaml"])
+    setup_backends(with_settings())
+    version = ".".join(map(str, sys.version_info[:3]))
+    for words in (f"Python {version}", torch.__version__, np.__version__, " ".join(sys.argv)):
+        assert words in caplog.messages[0]
+
+
+def test_a_missing_tensorboard_is_told_at_the_start(backends, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(SettingsError, match="no tensorboard"):
+        setup_backends(with_settings())

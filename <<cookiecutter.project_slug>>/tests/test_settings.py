@@ -435,3 +435,37 @@ def test_every_setting_is_read_somewhere_and_every_one_read_exists():
     known = {f"cfg.{key}" for key in (*keys, *sections)}
     used = {name for name in read if re.fullmatch(r"cfg(\.[A-Z0-9_]+)+", name)}
     assert used <= known
+
+
+def write_files(folder, **texts):
+    for name, text in texts.items():
+        (folder / f"{name}.yaml").write_text(text)
+
+
+def test_a_file_prevails_over_its_base_and_that_over_its_own(tmp_path):
+    (tmp_path / "below").mkdir()
+    write_files(tmp_path / "below", lowest="SEED: 1\nLOG_PERIOD: 1\nLOG_WINDOW: 1\n")
+    write_files(tmp_path, base="_BASE_: below/lowest.yaml\nSEED: 2\nLOG_PERIOD: 2\n")
+    write_files(tmp_path, top="SEED: 3\n_BASE_: base.yaml\n")
+    cfg = get_cfg()
+    merge_settings(cfg, str(tmp_path / "top.yaml"), [])
+    assert (cfg.SEED, cfg.LOG_PERIOD, cfg.LOG_WINDOW) == (3, 2, 1)
+
+
+def test_a_mistake_in_a_base_names_its_file(tmp_path):
+    write_files(tmp_path, base="SEEED: 2\n", top="_BASE_: base.yaml\nSEED: 3\n")
+    with pytest.raises(SettingsError, match=r"base\.yaml: SEEED.*SEED"):
+        merge_settings(get_cfg(), str(tmp_path / "top.yaml"), [])
+
+
+@pytest.mark.parametrize("base", ["top.yaml", "other.yaml", "./top.yaml"])
+def test_bases_that_go_round_in_a_circle_are_refused(tmp_path, base):
+    write_files(tmp_path, top=f"_BASE_: {base}\nSEED: 3\n", other="_BASE_: top.yaml\n")
+    with pytest.raises(SettingsError, match="_BASE_.*leads back"):
+        merge_settings(get_cfg(), str(tmp_path / "top.yaml"), [])
+
+
+def test_a_base_that_is_not_there_is_refused(tmp_path):
+    write_files(tmp_path, top="_BASE_: none.yaml\nSEED: 3\n")
+    with pytest.raises(SettingsError, match=r"none\.yaml: there is no such"):
+        merge_settings(get_cfg(), str(tmp_path / "top.yaml"), [])

@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import random
 import signal
-import sys
 import time
 
 import numpy as np
@@ -16,7 +15,7 @@ import torch
 
 from plumbing import comm
 from plumbing.comm import NonFiniteError, SettingsError
-from plumbing.setup import choose_device, launch, set_random_state, setup_run
+from plumbing.setup import launch, set_random_state, setup_run
 from train import parse_args
 
 # Arguments
@@ -78,35 +77,6 @@ def test_without_an_error_the_program_goes_on():
     done = []
     launch(done.append, 5)
     assert done == [5]
-
-
-# Device
-
-
-def test_the_device_is_the_cpu_without_a_gpu_or_if_chosen(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert choose_device("auto") == choose_device("cpu") == torch.device("cpu")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    assert choose_device("cpu") == torch.device("cpu")
-
-
-@pytest.mark.parametrize("name", ["auto", "cuda"])
-def test_each_rank_has_the_gpu_of_its_local_rank(monkeypatch, name):
-    chosen = []
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert choose_device(name) == torch.device("cuda", 3)
-    assert [torch.device("cuda", getattr(each, "index", each)).index for each in chosen] == [3]
-
-
-@pytest.mark.parametrize(("name", "num_gpus"), [("auto", 2), ("cuda", 2), ("cuda", 0)])
-def test_more_ranks_than_gpus_is_an_error_that_counts_both(monkeypatch, name, num_gpus):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    with pytest.raises(SettingsError, match=rf"4 ranks.*{num_gpus} GPUs.*MODEL\.DEVICE"):
-        choose_device(name)
 
 
 # Random state
@@ -179,21 +149,12 @@ def test_the_folder_is_made_and_the_log_goes_to_it_and_to_the_screen(start, caps
     assert "a message" in capsys.readouterr().out
 
 
-def test_the_log_tells_the_environment(start, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["train.py", "--config", "c.yaml"])
-    log = (start() / "log.txt").read_text()
-    version = ".".join(map(str, sys.version_info[:3]))
-    for words in (f"Python {version}", torch.__version__, np.__version__, " ".join(sys.argv)):
-        assert words in log
-
-
 def test_the_log_of_a_resumed_run_is_appended_to_and_each_line_stands_once(start):
     start()
     folder = start(may_exist=True)
     logging.getLogger("name").info("only once")
     log = (folder / "log.txt").read_text()
     assert log.count("only once") == 1
-    assert log.count("Environment") == 2
 
 
 def test_another_rank_has_a_log_of_its_own_and_no_screen(start, tmp_path, monkeypatch, capsys):

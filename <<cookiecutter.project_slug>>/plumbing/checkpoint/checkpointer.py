@@ -58,17 +58,18 @@ class Checkpointer:
         """
         if not self.save_dir:
             return
+        path = os.path.join(self.save_dir, f"{name}.pth")
         with comm.averaged_buffers(self.model) as rank_buffers:
             data = {"model": self.model.state_dict(), "rank_buffers": rank_buffers}
             data.update((key, each.state_dict()) for key, each in self.checkpointables.items())
             data.update(kwargs)
             if self.save_to_disk:
                 os.makedirs(self.save_dir, exist_ok=True)
-                path = os.path.join(self.save_dir, f"{name}.pth")
                 self.logger.info("Saving checkpoint to %s", path)
                 save_file(path, data)
                 if tag_checkpoint:
                     self.tag_last_checkpoint(f"{name}.pth")
+        comm.last_checkpoint = path
 
     def tag_last_checkpoint(self, last_filename_basename: str) -> None:
         path = os.path.join(self.save_dir, "last_checkpoint")
@@ -98,7 +99,8 @@ class Checkpointer:
         self.logger.info("Loading the model from %s", path)
         keys = list(self.checkpointables) if checkpointables is None else checkpointables
         checkpoint = self._read(path, keys)
-        self._log_incompatible_keys(self._load_model(checkpoint))
+        if differences := _describe(self._load_model(checkpoint)):
+            self.logger.warning("The model is not the one saved: %s", differences)
         self._load_checkpointables(checkpoint, path, keys)
         return checkpoint
 
@@ -113,10 +115,10 @@ class Checkpointer:
             self.load(path, checkpointables=[])
             return {}
         self.logger.info("Resuming from %s", file)
+        comm.last_checkpoint = file
         checkpoint = self._read(file, self.checkpointables)
         rank_buffers = checkpoint.get("rank_buffers", [])
-        differences = _describe(self._load_model(checkpoint))
-        if differences:
+        if differences := _describe(self._load_model(checkpoint)):
             advice = "restore its settings, or start elsewhere with this file as MODEL.WEIGHTS"
             raise comm.SettingsError(f"--resume: {file} has another model: {differences}: {advice}")
         if len(rank_buffers) == comm.get_world_size():
@@ -194,10 +196,6 @@ class Checkpointer:
         found.update(key for key, *_ in incorrect_shapes)
         missing = [key for key in missing if key not in found]
         return _IncompatibleKeys(missing, unexpected, incorrect_shapes)
-
-    def _log_incompatible_keys(self, incompatible: "_IncompatibleKeys") -> None:
-        if differences := _describe(incompatible):
-            self.logger.warning("The model is not the one saved: %s", differences)
 
     def _load_checkpointables(self, checkpoint: dict, path: str, keys: Iterable[str]) -> None:
         for key in keys:

@@ -85,24 +85,21 @@ class EventStorage:
             # A result of autograd is fresh; memory of another tensor may be changed by its owner.
             fresh = value.grad_fn is not None and value._base is None
             value = value.detach() if fresh else value.detach().clone()
-            self._wait(self._hint(name, smoothing_hint), iteration, [value])
+            self._waiting.append((self._hint(name, smoothing_hint), iteration, [value]))
         else:
             self._record(self._hint(name, smoothing_hint), float(value), iteration)
 
     def put_norm(self, name: str, tensors: list[torch.Tensor]) -> None:
         """Like ``put_scalar`` of the norm of tensors of one element, which must not change."""
-        self._wait(self._hint(name, True), self.iter, tensors)
+        self._waiting.append((self._hint(name, True), self.iter, tensors))
 
     def _hint(self, name: str, smoothing_hint: bool) -> str:
         name = self._prefix + name
         if self._hints.setdefault(name, smoothing_hint) != smoothing_hint:
             raise ValueError(f"scalar {name}: smoothing_hint was {not smoothing_hint} before")
-        return name
-
-    def _wait(self, name: str, iteration: int, tensors: list[torch.Tensor]) -> None:
-        self._waiting.append((name, iteration, tensors))
         if len(self._waiting) >= _WAITING_LENGTH:
             self.reduce(finite=("loss",))
+        return name
 
     def put_scalars(
         self, scalars: Mapping[str, Any] | None = None, /, *,
@@ -142,13 +139,8 @@ class EventStorage:
         if unread := self._waiting[len(self._read) :]:
             values = _read([tensors for _, _, tensors in unread])
             for (name, iteration, _), value in zip(unread, values):
-                history = self._histories.get(name)
-                if history is None or history.latest_iteration() == iteration:
-                    self._record(name, value, iteration)
-                else:
-                    history.update(value, iteration)
+                self._record(name, value, iteration)
             self._read += values
-            self._shown = None
         return self._histories
 
     def latest(self) -> dict[str, tuple[float, int]]:
@@ -206,8 +198,9 @@ class EventStorage:
             values += [("lr", rate) for rate, i in rates if i == first]
             listing = ", ".join(f"{name} {value:.4g}" for name, value in values)
             raise NonFiniteError(
-                f"not finite at iteration {first} on rank {rank}: {listing}; resume from a good"
-                " checkpoint with a lower SOLVER.BASE_LR or CLIP_GRAD_NORM, or look at the data"
+                f"not finite at iteration {first} on rank {rank}: {listing}; the last good"
+                f" checkpoint is {comm.last_checkpoint}: --resume from it with a lower"
+                " SOLVER.BASE_LR or CLIP_GRAD_NORM, or look at the data"
             )
 
     def _record(self, name: str, value: float, iteration: int) -> None:

@@ -100,12 +100,9 @@ def _open(path: str, start_iter: int | None) -> tuple[BinaryIO, int]:
 class TensorboardXWriter(EventWriter):
     """Writes for TensorBoard, at once and without a thread; ``purge_step`` hides an old run."""
 
-    def __init__(
-        self, log_dir: str, window_size: int = 20, purge_step: int | None = None,
-        filename_suffix: str = "",
-    ) -> None:  # fmt: skip
+    def __init__(self, log_dir: str, window_size: int = 20, purge_step: int | None = None):
         name = f"events.out.tfevents.{time.time():.6f}.{platform.node()}.{os.getpid()}"
-        self._path = os.path.join(log_dir, f"{name}.{next(_numbers)}{filename_suffix}")
+        self._path = os.path.join(log_dir, f"{name}.{next(_numbers)}")
         self._scalars, self._purge_step = _NewScalars(window_size, purge_step or 0), purge_step
         self._records = None
 
