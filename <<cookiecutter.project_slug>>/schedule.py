@@ -321,14 +321,14 @@ def with_warmup(shape, iters, start, method):
         progress = iteration / iters if method == "linear" else 0.0
         return shape(iteration) * (start + (1 - start) * progress)
 
-    return factor
+    return factor if iters > 0 else shape
 
 
 def held(shape, iters):
     """``shape``, which changes only after every ``iters`` iterations; 1: after each."""
     if iters < 1:
         raise SettingsError("SOLVER.ITERS_PER_EPOCH: 0 was not replaced: call setup_length before")
-    return lambda iteration: shape(iteration - iteration % iters)
+    return shape if iters == 1 else lambda iteration: shape(iteration - iteration % iters)
 
 
 def until(shape, max_iter):

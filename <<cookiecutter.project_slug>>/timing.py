@@ -8,6 +8,7 @@ import time
 import torch
 
 from plumbing import comm
+from plumbing.comm import SettingsError
 
 logger = logging.getLogger(__name__)
 
@@ -79,11 +80,23 @@ def build_timer(cfg, start_iter, data_loader):
     """The loader, timed; and the iterations PROFILE are traced by torch.profiler.
 
     Each rank writes a trace into OUTPUT_DIR/profile, for Perfetto (ui.perfetto.dev) or TensorBoard.
+
+    Raises:
+        SettingsError: when a batch is wanted and the loader has no more.
     """
+    data_loader = _endless(data_loader)
     first, end = max(cfg.PROFILE[0], start_iter), cfg.PROFILE[1]
     if first < end:
         data_loader = _profiled(data_loader, first - start_iter, end - first, cfg.OUTPUT_DIR)
     return IterationTimer(data_loader, cfg.SOLVER.BATCH_SIZE)
+
+
+def _endless(data_loader):
+    yield from data_loader
+    raise SettingsError(
+        f"build_train_loader: rank {comm.get_rank()} has no more batches before SOLVER.MAX_ITER:"
+        " a loader for training starts anew when its data ends"
+    )
 
 
 def _profiled(data_loader, num_before, num_iters, output_dir):

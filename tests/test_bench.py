@@ -17,6 +17,7 @@ SMALL = {
     "resume.py": "--iters 2000 --rounds 1",
     "startup.py": "--rounds 1 --no-warm-up",
     "gpu.py": "",
+    "loop.py": "--iters 21 --rounds 1",
 }
 NUM_ROWS = {"checkpoint.py": 2, "memory.py": 2, "resume.py": 1, "startup.py": 2}
 IN_ONE_PROCESS = """

@@ -54,7 +54,7 @@ def set_random_state(seed: int, iteration: int = 0, rank: int = 0) -> None:
     mixed = (seed * 0x9E3779B97F4A7C15 + iteration) * 0xBF58476D1CE4E5B9 + rank
     mixed = ((mixed ^ (mixed >> 29)) * 0x94D049BB133111EB) % 2**63
     torch.default_generator.manual_seed(mixed)
-    if torch.cuda.is_initialized():
+    if torch.cuda.default_generators:  # CUDA is in use
         torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(mixed)
     np.random.seed(mixed % 2**32)
     random.seed(mixed)

@@ -74,6 +74,20 @@ def run_on_a_rank(texts, output, words):
     return run(load(texts), output, words)
 
 
+def run_and_tell_how_gradients_are_sent(texts, output, words):
+    """The results, and the names of what sends the gradients."""
+    train, names = load(texts), []
+    build_parallel = train.build_parallel
+
+    def recorded(cfg, model):
+        parallel = build_parallel(cfg, model)
+        names.extend(hook.__name__ for hook, _ in parallel._comm_hooks)
+        return parallel
+
+    train.build_parallel = recorded
+    return {**run(train, output, words), "hooks": names}
+
+
 def rows_of(output):
     lines = (output / "metrics.json").read_text().splitlines()
     return [{k: v for k, v in json.loads(line).items() if k not in CLOCKS} for line in lines]
@@ -299,8 +313,10 @@ def test_the_small_edits_do_what_they_say(apply, tmp_path):
 def test_all_edits_that_go_together_train_on_two_ranks(on_ranks, tmp_path):
     headings = "The loss on test sets", "Statistics of batch norms from more batches", SMALL_EDITS
     texts = {"train.py": (ROOT / "train.py").read_text(), **edited(*headings)}
-    ranks = on_ranks(2, run_on_a_rank, texts, tmp_path / "run", "TEST.BATCH_SIZE 100")
+    function, words = run_and_tell_how_gradients_are_sent, "TEST.BATCH_SIZE 100"
+    ranks = on_ranks(2, function, texts, tmp_path / "run", words)
     assert [rank.code for rank in ranks] == [0, 0], ranks[0].printed
+    assert [rank.result["hooks"] for rank in ranks] == [["fp16_compress_hook"]] * 2
     losses = [rank.result["digits_test/loss"] for rank in ranks]
     assert losses[0] == losses[1]
     likelihood = ranks[0].result["digits_test/negative_log_likelihood"]

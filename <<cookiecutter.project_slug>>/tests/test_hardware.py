@@ -3,6 +3,7 @@
 import json
 import logging
 import sys
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -10,7 +11,8 @@ import torch
 from conftest import train_here
 from torch import nn
 
-from defaults import get_cfg
+import hardware
+from defaults import check_cfg, get_cfg
 from hardware import build_parallel, choose_device, setup_backends
 from plumbing.comm import SettingsError
 
@@ -122,3 +124,28 @@ def test_a_missing_tensorboard_is_told_at_the_start(backends, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(SettingsError, match="no tensorboard"):
         setup_backends(with_settings())
+
+
+@pytest.mark.parametrize("on", [False, True])
+def test_ranks_train_with_the_settings_of_ddp_and_of_batch_norms(on, monkeypatch):
+    made = {}
+
+    def parallel(model, devices, **options):
+        made.update(options, model=model, devices=devices)
+        return MagicMock()
+
+    monkeypatch.setattr(hardware.comm, "get_world_size", lambda: 2)
+    monkeypatch.setattr(hardware, "OrderedDDP", parallel)
+    build_parallel(
+        with_settings(SYNC_BN=on, FIND_UNUSED_PARAMETERS=on, STATIC_GRAPH=on),
+        nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2)),
+    )
+    assert isinstance(made["model"][1], nn.SyncBatchNorm if on else nn.BatchNorm2d)
+    assert (made["find_unused_parameters"], made["static_graph"]) == (on, on)
+    assert made["devices"] is None
+
+
+def test_batch_norms_over_ranks_are_refused_without_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SettingsError, match=r"^MODEL.SYNC_BN: True needs GPUs"):
+        check_cfg(with_settings(SYNC_BN=True), num_ranks=2)

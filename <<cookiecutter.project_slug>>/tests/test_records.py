@@ -385,3 +385,11 @@ def test_no_iteration_is_printed_twice_nor_one_past_the_last(lines):
             printer.write()
     assert [line.partition("iter: ")[2].split()[0] for line in lines()] == ["8", "9"]
     assert lines()[1].startswith(" eta: 0:00:00")
+
+
+def test_the_printer_ends_with_the_memory_of_a_gpu(lines):
+    with EventStorage() as storage:
+        storage.put_scalars(loss=scalar(1))
+        storage.put_scalars(lr=0.1, max_mem=1234.5, smoothing_hint=False)
+        CommonMetricPrinter().write()
+    assert lines() == [" iter: 0  loss: 1  lr: 0.1  max_mem: 1234M"]

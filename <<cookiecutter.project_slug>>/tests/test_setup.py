@@ -79,6 +79,14 @@ def test_without_an_error_the_program_goes_on():
     assert done == [5]
 
 
+def test_the_ranks_part_at_the_end(monkeypatch):
+    events = []
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: events.append("part"))
+    launch(events.append, "train")
+    assert events == ["train", "part"]
+
+
 # Random state
 
 

@@ -4,10 +4,14 @@ import itertools
 import logging
 
 import pytest
+import torch
+from conftest import train_here
 from ranks import run_on_ranks
 
 import timing
+import train
 from plumbing import comm
+from plumbing.comm import SettingsError
 from timing import IterationTimer
 
 
@@ -96,3 +100,27 @@ def laps_of_ranks():
 def test_the_slowest_rank_counts(server):
     expected = {"time": 6.0, "data_time": 5.0, "samples_per_second": 8 / 6.0}
     assert [rank["laps_of_ranks"] for rank in run_on_ranks(laps_of_ranks)] == [expected] * 2
+
+
+def test_a_loader_that_ends_before_the_training_is_an_error_and_no_short_run(tmp_path, monkeypatch):
+    def build_train_loader(cfg, start_iter, *others):
+        return itertools.islice(build(cfg, start_iter, *others), 5)
+
+    build = train.build_train_loader
+    monkeypatch.setattr(train, "build_train_loader", build_train_loader)
+    with pytest.raises(SettingsError, match=r"^build_train_loader: rank 0 has no more batches"):
+        train_here(tmp_path / "run")
+    assert not (tmp_path / "run/results.json").exists()
+    train_here(tmp_path / "five", "SOLVER.MAX_ITER 5")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_memory_is_that_of_the_rank_that_has_taken_most(num_ranks, clock, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 2**20)
+    monkeypatch.setattr(comm, "get_world_size", lambda: num_ranks)
+    monkeypatch.setattr(comm, "gather_tensor", lambda numbers: torch.stack([numbers, 2 * numbers]))
+    timer = IterationTimer(loading(clock, 1.0), 8)
+    for _ in timer:
+        clock.wait(1.0)
+    assert timer.lap()["max_mem"] == 3.0 * num_ranks

@@ -757,3 +757,18 @@ def test_a_run_that_only_lacks_its_last_evaluation_draws_no_batch(straight, tmp_
     train_here(tmp_path / "run", "--resume")
     assert drawn == []
     assert differences(outcome_of(straight), outcome_of(tmp_path / "run")) == []
+
+
+@pytest.mark.parametrize("max_iter", [1, 5])
+def test_a_run_of_any_length_leaves_a_row_for_its_last_iteration(max_iter, tmp_path):
+    words = f"SOLVER.MAX_ITER {max_iter} LOG_PERIOD 1000"
+    train_here(tmp_path / "run", f"{words} TEST.EVAL_PERIOD 0 SOLVER.CHECKPOINT_PERIOD -1")
+    row = rows_of(tmp_path / "run")[-1]
+    assert row["iteration"] == max_iter - 1
+    assert {"total_loss", "lr", "digits_test/accuracy"} <= row.keys()
+
+
+def test_the_log_shows_the_model_and_the_iteration_that_a_run_starts_from(output):
+    log = (output / "log.txt").read_text()
+    assert "Model:\nDigitNet(" in log
+    assert "Starting training from iteration 0\n" in log

@@ -83,8 +83,8 @@ class EventStorage:
             if value.ndim > 0 and value.numel() != 1:
                 raise ValueError(f"scalar {name}: needs one element, got {tuple(value.shape)}")
             # A result of autograd is fresh; memory of another tensor may be changed by its owner.
-            fresh = value.grad_fn is not None and value._base is None
-            value = value.detach() if fresh else value.detach().clone()
+            is_owned = value.is_leaf or value._is_view()
+            value = value.detach().clone() if is_owned else value.detach()
             self._waiting.append((self._hint(name, smoothing_hint), iteration, [value]))
         else:
             self._record(self._hint(name, smoothing_hint), float(value), iteration)
@@ -106,7 +106,7 @@ class EventStorage:
         smoothing_hint: bool = True, cur_iter: int | None = None, **kwargs: Any,
     ) -> None:  # fmt: skip
         """``put_scalar`` for each item of a dict, whatever its name, and each keyword."""
-        for name, value in {**(scalars or {}), **kwargs}.items():
+        for name, value in ({**(scalars or {}), **kwargs} if kwargs else scalars or {}).items():
             self.put_scalar(name, value, smoothing_hint, cur_iter)
 
     def put_image(self, img_name: str, img_tensor: torch.Tensor) -> None:
