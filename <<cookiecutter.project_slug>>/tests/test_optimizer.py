@@ -10,7 +10,7 @@ from conftest import train_here
 from torch import nn
 
 from defaults import get_cfg
-from gradients import build_grad_scaler
+from gradients import Gradients, build_grad_scaler, build_gradients
 from hardware import build_autocast
 from model import sum_losses
 from optimizer import (
@@ -626,3 +626,46 @@ def test_a_dict_without_losses_or_with_their_sum_is_an_error_that_shows_it(losse
     with pytest.raises(ValueError, match="total_loss") as caught:
         sum_losses(losses)
     assert all(name in str(caught.value) for name in losses)
+
+
+# Gradients between backward and step
+
+
+def with_gradients(num_parameters):
+    """A model of so many parameters with gradients, one more without, and its optimizer."""
+    generator = torch.Generator().manual_seed(num_parameters)
+    model = nn.ParameterList(torch.zeros(3, 2) for _ in range(num_parameters + 1))
+    for parameter in list(model)[1:]:
+        parameter.grad = torch.randn(3, 2, generator=generator)
+    return model, torch.optim.SGD(model.parameters(), lr=1.0)
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 100.0, math.inf])
+@pytest.mark.parametrize("max_value", [0.25, 100.0, math.inf])
+@pytest.mark.parametrize("num_parameters", [3, 40])
+def test_values_and_then_the_norm_of_all_gradients_are_clipped_as_torch_does(
+    num_parameters, max_value, max_norm
+):
+    model, optimizer = with_gradients(num_parameters)
+    expected, _ = with_gradients(num_parameters)
+    whole = torch.cat([p.grad.flatten() for p in expected if p.grad is not None]).norm()
+    nn.utils.clip_grad_value_(expected.parameters(), max_value)
+    nn.utils.clip_grad_norm_(expected.parameters(), max_norm)
+    norms = Gradients(optimizer, max_value, max_norm).clip()
+    assert torch.stack(norms).norm() == pytest.approx(whole.item())  # of before
+    for ours, theirs in zip(model, expected):
+        assert (ours.grad is None) == (theirs.grad is None)
+        assert ours.grad is None or torch.allclose(ours.grad, theirs.grad)
+
+
+def test_gradients_are_clipped_by_the_settings_and_then_cleared():
+    model, optimizer = with_gradients(3)
+    cfg = get_cfg()
+    cfg.SOLVER.CLIP_GRAD_VALUE, cfg.SOLVER.CLIP_GRAD_NORM = 0.25, 0.5
+    gradients = build_gradients(cfg, optimizer)
+    gradients.clip()
+    vector = torch.cat([p.grad.flatten() for p in model if p.grad is not None])
+    assert vector.abs().max() <= 0.25
+    assert vector.norm() == pytest.approx(0.5, rel=1e-4)
+    gradients.clear()
+    assert [p.grad for p in model] == [None] * 4
