@@ -19,7 +19,7 @@ demo: .venv/installed build/cookiecutter.yaml  ## make a project in build/digits
 	    project_name=Digits project_slug=digits >build/bake.log
 	rm -rf build/digits/output
 	cd build/digits && OMP_NUM_THREADS=1 ../../$(BIN)/torchrun --standalone --nproc_per_node 2 \
-	    train.py --config cfg.yaml
+	    train.py --config cfg.yaml MODEL.DEVICE cpu
 	@$(BIN)/python -c 'import json; \
 	    row = [json.loads(line) for line in open("build/digits/output/metrics.json")][-1]; \
 	    print("test accuracy: {:.4f}".format(row["digits_test/accuracy"]))'

@@ -6,6 +6,7 @@
 
 import contextlib
 import functools
+import itertools
 import multiprocessing.connection
 import os
 import signal
@@ -13,7 +14,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from plumbing import comm
 from plumbing.comm import SettingsError
@@ -29,7 +30,7 @@ class SeededSamples(Dataset):
 
     torch's, numpy's and Python's generators are set before each sample, as a function of (seed,
     epoch, index): so random transforms of any kind are the same after a resume, and for any number
-    of workers.  Its loader takes no ``collate_fn``, or one for the list of samples.
+    of workers.  A sample is a dict of what stacks to the batch: see ``collate``.
     """
 
     def __init__(self, dataset, seed):
@@ -93,15 +94,36 @@ class Digits(Dataset):
         return {"images": torch.from_numpy(images[:, None]), "labels": torch.from_numpy(labels)}
 
 
+def build_dataset(cfg, names, train):
+    """The data sets with these names, one after the other as one, and the labels of each.
+
+    It is asked for a sample by (epoch, index), or by ``__getitems__`` for a whole batch.
+
+    Args:
+        train: whether samples are augmented.
+
+    Returns:
+        the data set, and a list of arrays (samples,) of integers, which sampling.py looks at.
+    """
+    path = os.path.join(HERE, cfg.DATASETS.PATH)
+    dataset = Digits(path, names, cfg.SEED, cfg.DATASETS.MAX_SHIFT if train else 0)
+    return dataset, [read_digits(path)[name][1] for name in names]
+
+
+def collate(batch):
+    """A batch as ``__getitems__`` gave it, or the one that a list of samples stacks to."""
+    return batch if isinstance(batch, dict) else default_collate(batch)
+
+
 def dataset_size(cfg):
     """Samples in an epoch of the training: all of DATASETS.TRAIN, or the subset that is used."""
-    total = sum(map(len, _train_labels(cfg)))
+    _, labels = build_dataset(cfg, cfg.DATASETS.TRAIN, train=True)
+    return _used_size(cfg, labels)
+
+
+def _used_size(cfg, labels):
+    total = sum(map(len, labels))
     return min(total, max(1, round(cfg.DATALOADER.RANDOM_SUBSET_RATIO * total)))
-
-
-def _train_labels(cfg):
-    digits = read_digits(os.path.join(HERE, cfg.DATASETS.PATH))
-    return [digits[name][1] for name in cfg.DATASETS.TRAIN]
 
 
 def plain_sampler(cfg, labels, size, start_iter):
@@ -127,22 +149,21 @@ def build_train_loader(cfg, start_iter, build_sampler=plain_sampler):
     Raises:
         SettingsError: the data set is smaller than a batch.
     """
-    path = os.path.join(HERE, cfg.DATASETS.PATH)
-    dataset = Digits(path, cfg.DATASETS.TRAIN, cfg.SEED, cfg.DATASETS.MAX_SHIFT)
-    size = dataset_size(cfg)
+    dataset, labels = build_dataset(cfg, cfg.DATASETS.TRAIN, train=True)
+    size = _used_size(cfg, labels)
     if size < cfg.SOLVER.BATCH_SIZE:
         raise SettingsError(
             f"SOLVER.BATCH_SIZE: {cfg.SOLVER.BATCH_SIZE} is more than the {size} samples of"
             f" {' and '.join(cfg.DATASETS.TRAIN)} that are used"
         )
-    sampler = build_sampler(cfg, _train_labels(cfg), size, start_iter)
+    sampler = build_sampler(cfg, labels, size, start_iter)
     batches = _micro_batches(_data_loader(cfg, dataset, sampler), cfg.SOLVER.ACCUM_STEPS)
     return iter(Prefetcher(batches, cfg.MODEL.DEVICE))
 
 
 def build_test_loader(cfg, name):
     """This rank's part of the data set called ``name``; ``len`` is the number of its batches."""
-    dataset = Digits(os.path.join(HERE, cfg.DATASETS.PATH), [name])
+    dataset, _ = build_dataset(cfg, [name], train=False)
     indices = np.fromiter(InferenceSampler(len(dataset)), np.int64)
     keys = np.stack([np.zeros_like(indices), indices], axis=1)
     starts = range(0, len(keys), cfg.TEST.BATCH_SIZE)
@@ -233,19 +254,23 @@ class Prefetcher:
 
 
 def to_device(data, device):
-    """Tensors in dicts, lists and tuples, on the device; from pinned memory without waiting."""
+    """Tensors in dicts, lists and tuples, on the device; from pinned memory without waiting.
+
+    What has no ``to``, such as the name of a file, stays as it is.
+    """
     if isinstance(data, dict):
         return {name: to_device(each, device) for name, each in data.items()}
     if isinstance(data, (list, tuple)):
-        return type(data)([to_device(each, device) for each in data])
-    return data.to(device, non_blocking=True)
+        items = [to_device(each, device) for each in data]
+        return type(data)(*items) if hasattr(data, "_fields") else type(data)(items)
+    return data.to(device, non_blocking=True) if hasattr(data, "to") else data
 
 
 def _tensors(data):
     if isinstance(data, (dict, list, tuple)):
         for each in data.values() if isinstance(data, dict) else data:
             yield from _tensors(each)
-    else:
+    elif hasattr(data, "record_stream"):
         yield data
 
 
@@ -254,7 +279,7 @@ def _data_loader(cfg, dataset, batch_sampler):
     return Loader(
         dataset,
         batch_sampler=batch_sampler,
-        collate_fn=_as_fetched,
+        collate_fn=collate,
         num_workers=num_workers,
         worker_init_fn=_ignore_signals,
         prefetch_factor=cfg.DATALOADER.PREFETCH_FACTOR if num_workers else None,
@@ -271,9 +296,5 @@ def _ignore_signals(worker_id):
 
 def _micro_batches(data_loader, num_micro_batches):
     iterator = iter(data_loader)
-    while True:
-        yield [next(iterator) for _ in range(num_micro_batches)]
-
-
-def _as_fetched(batch):
-    return batch
+    while len(batches := list(itertools.islice(iterator, num_micro_batches))) == num_micro_batches:
+        yield batches

@@ -31,7 +31,7 @@ _C.LOG_PERIOD = 20  # also logged: every iteration after which a checkpoint or e
 _C.LOG_WINDOW = 20  # iterations over which the logged losses are the median
 _C.PROFILE = (0, 0)  # iterations, from the first up to the second, that are traced; (0, 0): none
 _C.TIMEOUT_SECONDS = 1800.0  # a rank that waits longer for the others ends the job
-_C.FLOAT32_PRECISION = "highest"  # of matrix products: "high" and "medium" use TF32 on GPUs
+_C.FLOAT32_PRECISION = "highest"  # of products, convolutions too: "high", "medium" use TF32 on GPUs
 _C.CUDNN_BENCHMARK = False  # choose convolutions by trial: faster, but a resume is not exact
 _C.DETERMINISTIC = False  # only kernels that always round alike; an error where there are none
 
@@ -40,19 +40,18 @@ _C.MODEL.DEVICE = "auto"  # "auto": a GPU for each rank where there are GPUs, el
 _C.MODEL.WEIGHTS = ""  # checkpoint to start from or to evaluate; "": from initialization
 _C.MODEL.FROZEN = ()  # patterns for the names of parameters that are not trained: ("features.*",);
 # batch norms all of whose parameters are frozen keep their statistics too; (): all are trained
-_C.MODEL.COMPILE = ""  # backend of torch.compile, such as "inductor"; "": not compiled
+_C.MODEL.COMPILE = ""  # torch.compile: "inductor", or "aot_eager", "eager" to debug; "": off
 _C.MODEL.CHANNELS_LAST = False  # keep channels together in memory: faster convolutions on GPUs
 _C.MODEL.SYNC_BN = False  # batch-norm statistics of a batch over all ranks; GPUs only
 _C.MODEL.STATIC_GRAPH = False  # all iterations use the same parameters: DDP then does less
 _C.MODEL.FIND_UNUSED_PARAMETERS = False  # for parameters that not every iteration uses, on several
-# ranks.  It costs a little; on three or more ranks it makes a resume exact to the bit, for DDP then
-# adds gradients in one order always, and otherwise in another in the first iteration after a start.
+# ranks; it costs a little
 _C.MODEL.WIDTH = 32  # channels of the first layer
 _C.MODEL.DROPOUT = 0.1  # probability, before the last layer
 _C.MODEL.NUM_CLASSES = 10
 
 _C.DATASETS = CfgNode()
-_C.DATASETS.PATH = "assets/digits.npz"  # relative to this file
+_C.DATASETS.PATH = "assets/digits.npz"  # a file or a folder, relative to this file
 _C.DATASETS.TRAIN = ("digits_train",)  # one after the other, as one data set
 _C.DATASETS.TRAIN_WEIGHTS = ()  # of the samples, the shares that come from each of TRAIN, relative
 # to their sum, so (3, 1) or (0.75, 0.25); (): by size
@@ -101,7 +100,8 @@ _C.SOLVER.LAYER_DECAY = 1.0  # times BASE_LR, once for each layer above the para
 # the children of nn.Sequential and nn.ModuleList: see optimizer.layer_numbers; 1: off
 _C.SOLVER.CLIP_GRAD_NORM = math.inf  # largest norm of all gradients together; inf: off
 _C.SOLVER.CLIP_GRAD_VALUE = math.inf  # largest absolute value of a gradient; inf: off
-_C.SOLVER.NONFINITE = "raise"  # a loss or gradient that is not finite: "raise", or "skip" the step
+_C.SOLVER.NONFINITE = "raise"  # at a loss or gradient that is not finite; "skip": a step whose
+# gradients are not finite is left out
 _C.SOLVER.MAX_SKIPS = 10  # so many skipped steps in a row are an error
 _C.SOLVER.LR_SCHEDULER_NAME = "cosine"  # "constant", "multistep", "step", "exponential", "linear",
 # "polynomial", "inverse_sqrt" (from WARMUP_ITERS on), "cosine", "flat_cosine", "cosine_restarts",
@@ -142,6 +142,7 @@ _C.TEST.EXPECTED_RESULTS = ()  # such as ("digits_test/accuracy = 0.99 +- 0.01",
 
 _CHOICES = {
     "FLOAT32_PRECISION": ("highest", "high", "medium"),
+    "MODEL.COMPILE": ("", "inductor", "aot_eager", "eager"),
     "MODEL.DEVICE": ("auto", "cpu", "cuda"),
     "DATASETS.TRAIN": ("digits_train", "digits_test"),
     "DATASETS.TEST": ("digits_train", "digits_test"),
@@ -202,6 +203,7 @@ _ABOVE = {
     "SOLVER.CYCLE_DECAY": 0,
     "SOLVER.CYCLE_MOMENTUM": 0,
     "SOLVER.CLIP_GRAD_NORM": 0,
+    "SOLVER.CLIP_GRAD_VALUE": 0,
 }
 _AT_MOST = {
     "DATALOADER.REPEAT_THRESHOLD": 1,
@@ -213,6 +215,9 @@ _AT_MOST = {
 }
 _BELOW = {
     "SEED": 2**32,
+    "MODEL.WIDTH": 10**5,
+    "MODEL.NUM_CLASSES": 10**6,
+    "DATASETS.MAX_SHIFT": 100,
     "TIMEOUT_SECONDS": 1e9,
     "SOLVER.MAX_ITER": 10**10,
     "LOG_WINDOW": 1001,
@@ -289,6 +294,8 @@ def check_cfg(cfg, num_ranks):
     """
     for key, setting in leaves(cfg):
         for value in setting if isinstance(setting, tuple) else (setting,):
+            if type(value) is int:
+                _require(abs(value) < 10**15, key, value, "must have fewer digits")
             choices = _CHOICES.get(key, (value,))
             _require(value in choices, key, value, f"must be one of {', '.join(map(str, choices))}")
             if isinstance(value, float) and not key.startswith("SOLVER.CLIP_GRAD"):
@@ -319,6 +326,9 @@ def check_cfg(cfg, num_ranks):
     on_gpus = cfg.MODEL.DEVICE != "cpu" and torch.cuda.is_available()
     sync_bn = not cfg.MODEL.SYNC_BN or on_gpus
     _require(sync_bn, "MODEL.SYNC_BN", True, "needs GPUs: torch has it for them only")
+    traced = len(cfg.PROFILE) == 2 and 0 <= cfg.PROFILE[0] <= cfg.PROFILE[1]
+    rule = "must be two numbers from 0 up, the second not the smaller one"
+    _require(traced, "PROFILE", cfg.PROFILE, rule)
     static = not cfg.MODEL.STATIC_GRAPH or solver.ACCUM_STEPS == 1
     _require(static, "MODEL.STATIC_GRAPH", True, "needs SOLVER.ACCUM_STEPS 1: DDP fails with more")
     best = cfg.TEST.BEST_METRIC
@@ -336,11 +346,10 @@ def check_cfg(cfg, num_ranks):
     _require(known, "TEST.BEST_METRIC", best, 'must be DATASET/METRIC of DATASETS.TEST, or ""')
     nesterov = not solver.NESTEROV or solver.MOMENTUM > 0
     _require(nesterov, "SOLVER.NESTEROV", True, "needs SOLVER.MOMENTUM above 0")
-    for key, path in {
-        "MODEL.WEIGHTS": cfg.MODEL.WEIGHTS,
-        "DATASETS.PATH": os.path.join(HERE, cfg.DATASETS.PATH),
-    }.items():
-        _require(not path or os.path.isfile(path), key, path, "must be a file, and is not there")
+    weights, data = cfg.MODEL.WEIGHTS, os.path.join(HERE, cfg.DATASETS.PATH)
+    is_file = not weights or os.path.isfile(weights)
+    _require(is_file, "MODEL.WEIGHTS", weights, "must be a file, and is not there")
+    _require(os.path.exists(data), "DATASETS.PATH", data, "must be there, and is not")
 
 
 def expected_results(entries):

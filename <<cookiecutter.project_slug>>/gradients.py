@@ -7,6 +7,8 @@ import torch
 from plumbing.events import get_event_storage
 
 _FEW = 16  # norms that are put together only when they are read
+_LEAST_SCALE = 2.0**-40  # of float16 losses
+_LARGEST = 3e38  # in float32
 
 
 def build_gradients(cfg, optimizer):
@@ -31,7 +33,7 @@ class Gradients:
         norms = torch._foreach_norm(gradients)
         if len(norms) > _FEW:
             norms = [torch.linalg.vector_norm(torch.stack(norms))]
-        if self.max_value < math.inf:
+        if self.max_value < _LARGEST:
             torch._foreach_clamp_min_(gradients, -self.max_value)
             torch._foreach_clamp_max_(gradients, self.max_value)
         if self.max_norm < math.inf:
@@ -57,7 +59,7 @@ def build_grad_scaler(cfg, model):
 class NoScaler:
     """Stands where a torch.amp.GradScaler would, and lets everything through."""
 
-    finite = ("loss", "grad_norm")  # what EventStorage.reduce has to insist on
+    must_be_finite = ("loss", "grad_norm")  # what EventStorage.reduce has to insist on
 
     def scale(self, losses):
         return losses
@@ -81,11 +83,16 @@ class NoScaler:
 class OverflowScaler(torch.amp.GradScaler):
     """torch's, for float16: it leaves out a step whose gradients overflow, and scales less then."""
 
-    finite = ("loss",)
+    must_be_finite = ("loss", "grad_scale")
+
+    def load_state_dict(self, state):
+        if "scale" in state:  # that of a run without float16 has none
+            super().load_state_dict(state)
 
     def update(self):
-        if self.is_enabled():
-            get_event_storage().put_scalar("grad_scale", self._scale, smoothing_hint=False)
+        if self.is_enabled():  # without a scale left, no gradient was finite for long
+            scale = torch.where(self._scale > _LEAST_SCALE, self._scale, math.nan)
+            get_event_storage().put_scalar("grad_scale", scale, smoothing_hint=False)
         super().update()
 
 
@@ -97,7 +104,7 @@ class SkippingScaler(OverflowScaler):
     ``found_inf`` on the device.
     """
 
-    finite = ("skips_in_a_row",)
+    must_be_finite = ("skips_in_a_row", "grad_scale")
 
     def __init__(self, device, enabled, model, max_skips):
         super().__init__(device, enabled=enabled)
@@ -107,10 +114,14 @@ class SkippingScaler(OverflowScaler):
         model.register_forward_pre_hook(self._keep_buffers)
         self.skips = self.in_a_row = torch.zeros((), device=device)
 
-    def step(self, optimizer):
+    def unscale_(self, optimizer):
+        super().unscale_(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         norms = torch._foreach_norm([grad for p in parameters if (grad := p.grad) is not None])
-        bad = ~torch.stack(norms).isfinite().all()
+        self.bad = ~torch.stack(norms).isfinite().all()  # now: clipping may hide what is infinite
+
+    def step(self, optimizer):
+        bad = self.bad
         optimizer.grad_scale, optimizer.found_inf = None, bad.float().reshape(1)
         super().step(optimizer)
         with torch.no_grad():

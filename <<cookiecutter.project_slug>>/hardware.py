@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from plumbing import comm
-from plumbing.comm import SettingsError
+from plumbing.comm import NonFiniteError, SettingsError
 
 logger = logging.getLogger(__name__)
 
@@ -32,20 +32,21 @@ def choose_device(name):
 
 def setup_backends(cfg):
     """How torch computes in this process; the log begins with where that is."""
-    _log_environment()
+    _log_environment(cfg.MODEL.DEVICE)
     torch.set_float32_matmul_precision(cfg.FLOAT32_PRECISION)
+    torch.backends.cudnn.allow_tf32 = cfg.FLOAT32_PRECISION != "highest"
     torch.backends.cudnn.benchmark = cfg.CUDNN_BENCHMARK and not cfg.DETERMINISTIC
     torch.backends.cudnn.deterministic = cfg.DETERMINISTIC
     if cfg.DETERMINISTIC:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it later
     torch.use_deterministic_algorithms(cfg.DETERMINISTIC)
 
 
 def build_autocast(cfg):
     """Context of the forward pass, to be entered again and again; without AMP it does nothing."""
     dtype = torch.float16 if cfg.SOLVER.AMP.DTYPE == "float16" else torch.bfloat16
-    autocast = torch.autocast(cfg.MODEL.DEVICE, dtype)
-    return autocast if cfg.SOLVER.AMP.ENABLED else contextlib.nullcontext()
+    enabled = cfg.SOLVER.AMP.ENABLED
+    return torch.autocast(cfg.MODEL.DEVICE, dtype) if enabled else contextlib.nullcontext()
 
 
 def build_parallel(cfg, model):
@@ -53,6 +54,7 @@ def build_parallel(cfg, model):
 
     Its parameters and their names stay those of ``model``.
     """
+    refuse_what_is_not_finite(model)
     if cfg.MODEL.CHANNELS_LAST:
         model.to(memory_format=torch.channels_last)  # inputs follow at the first convolution
     if comm.get_world_size() > 1:
@@ -73,23 +75,62 @@ def build_parallel(cfg, model):
     return model
 
 
+def gradient_sync(model, enabled):
+    """Around forward and backward: whether the ranks average the gradients then."""
+    alone = enabled or not isinstance(model, DistributedDataParallel)
+    return contextlib.nullcontext() if alone else model.no_sync()
+
+
+def refuse_what_is_not_finite(model):
+    """From now on a model with weights or statistics that are not finite gives no state to save.
+
+    What is not finite now, such as a mask of -inf, may stay so.
+
+    Raises:
+        NonFiniteError: names what is not finite; on all ranks, for all have the same to save.
+    """
+    masks = _not_finite(model.state_dict())
+
+    def check(module, state, prefix, metadata):
+        if bad := [name for name in _not_finite(state) if name not in masks]:
+            raise NonFiniteError(
+                f"not finite, and so not saved: {', '.join(bad)}; last good checkpoint:"
+                f" {comm.last_checkpoint}; lower SOLVER.BASE_LR, or look at the data"
+            )
+
+    model.register_state_dict_post_hook(check)
+
+
+def _not_finite(state):
+    tensors = {
+        name: value
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel() > 0
+    }
+    extremes = [torch.stack(torch.aminmax(value.detach().float())) for value in tensors.values()]
+    finite = torch.stack(extremes).isfinite().all(dim=1).tolist() if extremes else []
+    return [name for name, fine in zip(tensors, finite) if not fine]
+
+
 class OrderedDDP(DistributedDataParallel):
     """Sends gradients in one order from the first iteration on: that of the backward pass.
 
     torch's own begins with the order of the forward pass and changes it after an iteration.  Three
     or more ranks then add up in another order, and a resumed run would differ in the last bits.
+    The order is that of registration, reversed: best register modules in the order of their use.
     """
 
     def _build_params_for_reducer(self):
         return tuple(parts[::-1] for parts in super()._build_params_for_reducer())
 
 
-def _log_environment():
+def _log_environment(device):
     try:
         import tensorboard  # the writers load its parts later
     except ImportError:
         raise SettingsError("no tensorboard here: pip install -r requirements.txt") from None
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    num_gpus = torch.cuda.device_count() if device == "cuda" else 0  # their names start CUDA
+    gpus = [torch.cuda.get_device_name(i) for i in range(num_gpus)]
     cuda = f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
     changes = ", with changes" if _git("status", "--porcelain") else ""
     logger.info(
@@ -97,7 +138,7 @@ def _log_environment():
 Command line: {" ".join(sys.argv)}
 Python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}
 tensorboard {tensorboard.__version__}, {cuda}
-{platform.platform()}, {os.cpu_count()} CPUs, GPUs: {", ".join(gpus) or "none"}
+{platform.platform()}, {os.cpu_count()} CPUs, GPUs: {", ".join(gpus) or "none in use"}
 {comm.get_world_size()} ranks, {comm.get_local_size()} of them on {platform.node()}
 Code: {_git("rev-parse", "--verify", "HEAD").strip() or "no commit"}{changes}"""
     )

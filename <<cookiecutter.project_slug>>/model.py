@@ -74,8 +74,10 @@ def sum_losses(loss_dict):
     for name, loss in loss_dict.items() if is_dict else ():
         if "loss" in name:
             total = loss if total is None else total + loss
-    if total is None or total.ndim or "total_loss" in loss_dict:
-        got = {k: tuple(v.shape) for k, v in loss_dict.items()} if is_dict else type(loss_dict)
+    if not isinstance(total, torch.Tensor) or total.ndim or "total_loss" in loss_dict:
+        got = type(loss_dict)
+        if is_dict:
+            got = {name: getattr(value, "shape", value) for name, value in loss_dict.items()}
         raise ValueError(
             'in training the model must return a dict of scalar tensors, one or more with "loss" in'
             f" the name, none called total_loss, which is their sum; got {got}"

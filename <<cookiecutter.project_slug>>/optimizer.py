@@ -295,7 +295,9 @@ def keep_settings_on_load(optimizer, saved):
         for i, name, parameter in zip(group["params"], own["param_names"], own["params"]):
             if saved["state"] and not state_of.get(name):
                 new.append(name)
-            state[i] = {**optimizer.state.get(parameter, {}), **state_of.get(name, {})}
+            state[i] = dict(optimizer.state.get(parameter, {}))
+            for key, value in state_of.get(name, {}).items():
+                state[i][key] = _laid_out_like(parameter, value)
             for argument, key in STATE_OF.items():
                 if not group.get(argument):
                     state[i].pop(key, None)
@@ -304,6 +306,13 @@ def keep_settings_on_load(optimizer, saved):
     if new:
         logger.warning("The optimizer starts anew for %s", ", ".join(new))
     return {"state": {i: s for i, s in state.items() if s}, "param_groups": groups}
+
+
+def _laid_out_like(parameter, value):
+    """The fused kernels walk through memory: a state needs the strides of its parameter."""
+    if getattr(value, "shape", None) != parameter.shape:
+        return value
+    return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def _subclasses(kind):

@@ -23,6 +23,7 @@ from plumbing.settings import leaves
 logger = logging.getLogger(__name__)
 
 _COMPARED = "SEED", "MODEL", "DATASETS", "DATALOADER", "SOLVER"  # for the tab HPARAMS
+_LINES = 20  # in the log, over whose times it shows the median
 _TABLE_COLUMNS = 3  # metrics side by side
 
 
@@ -71,11 +72,10 @@ class CommonMetricPrinter(EventWriter):
         for name, (value, _) in storage.latest_with_smoothing_hint(self._window_size).items():
             if "loss" in name or "[metric]" in name or name == "grad_norm":
                 fields.append(f"{name}: {value:.4g}")
-        if history := histories.get("time"):
-            fields.append(f"time: {history.global_avg():.4f}  last_time: {history.latest():.4f}")
-        if history := histories.get("data_time"):
-            fields.append(f"data_time: {history.avg(self._window_size):.4f}")
-            fields.append(f"last_data_time: {history.latest():.4f}")
+        for name in ("time", "data_time"):  # each value is a mean since the line before
+            if history := histories.get(name):
+                fields.append(f"{name}: {history.median(_LINES):.4f}")
+                fields.append(f"last_{name}: {history.latest():.4f}")
         if history := histories.get("samples_per_second"):
             fields.append(f"sample/s: {history.latest():.0f}")
         fields.append(f"lr: {histories['lr'].latest():.5g}" if "lr" in histories else "lr: N/A")
@@ -243,8 +243,9 @@ def _table(results):
     """"| accuracy | 0.9900 | ..." in aligned columns, read from left to right."""
     ordered = sorted(results, key=lambda key: "-" in key)  # those of single classes last
     cells = [(key, _shown(results[key])) for key in ordered]
-    cells += [("", "")] * (-len(cells) % _TABLE_COLUMNS)
-    columns = [cells[start::_TABLE_COLUMNS] for start in range(_TABLE_COLUMNS) if cells]
+    num_columns = min(len(cells), _TABLE_COLUMNS)
+    cells += [("", "")] * (-len(cells) % max(num_columns, 1))
+    columns = [cells[start::num_columns] for start in range(num_columns)]
     widths = [[max(map(len, part)) for part in zip(*column)] for column in columns]
     lines = []
     for row in zip(*columns):
@@ -283,7 +284,7 @@ def _log_misses(results, expected):
             found = "there is none" if actual is None else f"got {actual:.6g}"
             logger.error("%s: expected %g +- %g, %s", name, value, tolerance, found)
     if expected and not num_misses:
-        logger.info("All %d expected results are met", len(expected))
+        logger.info("Expected results met: %d of %d", len(expected), len(expected))
     return num_misses
 
 

@@ -62,7 +62,8 @@ class IterationTimer:
         return self
 
     def __exit__(self, *_):
-        getattr(self._data_loader, "close", bool)()  # a generator ends its workers, or its profile
+        if hasattr(self._data_loader, "close"):
+            self._data_loader.close()  # ends loader workers, and a profile
         if self._total_iters:
             everything, training = time.perf_counter() - self._began, self._total_seconds
             speed = training / self._total_iters
@@ -117,4 +118,4 @@ def _profiled(data_loader, num_before, num_iters, output_dir):
 
 
 def _hms(seconds):
-    return str(datetime.timedelta(seconds=int(seconds)))
+    return f"{datetime.timedelta(seconds=int(seconds))}.{int(seconds * 10) % 10}"

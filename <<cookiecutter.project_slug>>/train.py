@@ -18,7 +18,13 @@ from data import build_test_loader, build_train_loader, dataset_size
 from defaults import check_cfg, expected_results, freeze_cfg, get_cfg, save_cfg
 from evaluation import BestCheckpointer, build_evaluators, inference_on_dataset
 from gradients import build_grad_scaler, build_gradients
-from hardware import build_autocast, build_parallel, choose_device, setup_backends
+from hardware import (
+    build_autocast,
+    build_parallel,
+    choose_device,
+    gradient_sync,
+    setup_backends,
+)
 from model import build_model, sum_losses
 from optimizer import build_optimizer, setup_optimizer
 from plumbing import comm
@@ -40,10 +46,7 @@ def is_due(iteration, max_iter, *periods):
     """Whether one of the periods ends with this iteration; the meaning of 0 is in defaults.py."""
     if iteration == max_iter - 1:
         return max(periods) >= 0
-    for period in periods:
-        if period > 0 and iteration % period == period - 1:
-            return iteration >= 0
-    return False
+    return iteration >= 0 and 0 in [(iteration + 1) % period for period in periods if period > 0]
 
 
 def do_test(cfg, model):
@@ -91,29 +94,29 @@ def do_train(cfg, model, resume=False):
     )
     extra = checkpointer.resume_or_load(cfg.MODEL.WEIGHTS, resume=resume)
     start_iter, max_iter = extra.get("iteration", -1) + 1, cfg.SOLVER.MAX_ITER
-    periods = cfg.LOG_PERIOD, cfg.SOLVER.CHECKPOINT_PERIOD, cfg.TEST.EVAL_PERIOD
+    eval_period = cfg.TEST.EVAL_PERIOD
+    periods = cfg.LOG_PERIOD, cfg.SOLVER.CHECKPOINT_PERIOD, eval_period
     periodic_checkpointer = PeriodicCheckpointer(
         checkpointer, cfg.SOLVER.CHECKPOINT_PERIOD, max_iter, cfg.SOLVER.CHECKPOINTS_TO_KEEP
     )
     best_checkpointer = BestCheckpointer(checkpointer, cfg.TEST.BEST_METRIC, cfg.TEST.BEST_MODE)
-    data_loader = build_train_loader(cfg, start_iter, build_train_sampler)
-    data_loader = build_timer(cfg, start_iter, data_loader)
+    timer = build_timer(cfg, start_iter, build_train_loader(cfg, start_iter, build_train_sampler))
     save_cfg(cfg)
 
     with (
         EventStorage(start_iter) as storage,
         open_writers(cfg, start_iter) as writers,
         StopRequest(start_iter) as stop_request,
-        data_loader,
+        timer,
     ):
         checkpointer.add_checkpointable("storage", storage)
         results = catch_up(cfg, model, start_iter - 1, periods, writers, best_checkpointer)
-        for iteration, batches in zip(range(start_iter, max_iter), data_loader):
+        for iteration, batches in zip(range(start_iter, max_iter), timer):
             storage.iter = iteration
             set_random_state(cfg.SEED, iteration, comm.get_rank())
 
             for data in batches:
-                with comm.gradient_sync(model, enabled=data is batches[-1]):
+                with gradient_sync(model, enabled=data is batches[-1]):
                     with autocast:
                         loss_dict = model(data)
                         losses = sum_losses(loss_dict)
@@ -131,8 +134,8 @@ def do_train(cfg, model, resume=False):
             # Log before saving: a loss that is not finite raises here, on all ranks.
             stop = stop_request.agreed(iteration)
             if stop or iteration == 0 or is_due(iteration, max_iter, *periods):
-                storage.reduce(finite=scaler.finite)
-                storage.put_scalars(data_loader.lap(), smoothing_hint=False)
+                storage.reduce(finite=scaler.must_be_finite)
+                storage.put_scalars(timer.lap(), smoothing_hint=False)
                 for writer in writers:
                     writer.write()
 
@@ -141,7 +144,7 @@ def do_train(cfg, model, resume=False):
             if stop:
                 return None
 
-            if is_due(iteration, max_iter, periods[-1]):
+            if is_due(iteration, max_iter, eval_period):
                 results = do_test(cfg, model)
                 storage.put_scalars(results, smoothing_hint=False)
                 best_checkpointer.step(iteration, results)
@@ -149,7 +152,10 @@ def do_train(cfg, model, resume=False):
 
 
 def setup(args):
-    """The settings, checked and frozen; joins the other ranks, opens OUTPUT_DIR and the log."""
+    """The settings, checked and frozen; joins the other ranks, opens OUTPUT_DIR and the log.
+
+    torchrun's restart of a run is a resume: then it sets ``args.resume``.
+    """
     cfg = get_cfg()
     merge_settings(cfg, args.config, args.opts)
     if args.eval_only and not (cfg.MODEL.WEIGHTS or args.resume):
@@ -171,13 +177,14 @@ def setup(args):
 
 
 def main(args):
+    """Train, or only evaluate: the results, or None if the training was asked to stop."""
     cfg = setup(args)
     expected = expected_results(cfg.TEST.EXPECTED_RESULTS)
     model = build_model(cfg).to(cfg.MODEL.DEVICE)
     logger.info("Model:\n%s", model)
     if args.eval_only:
         checkpointer = Checkpointer(model, cfg.OUTPUT_DIR)
-        if not (cfg.MODEL.WEIGHTS or checkpointer.has_checkpoint()):
+        if not (cfg.MODEL.WEIGHTS or checkpointer.get_all_checkpoint_files()):
             raise comm.SettingsError(f"--eval-only: nothing was saved in {cfg.OUTPUT_DIR}")
         checkpointer.resume_or_load(cfg.MODEL.WEIGHTS, resume=args.resume)
         return verify_results(do_test(cfg, model), expected)

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 last_checkpoint = "none"  # path of the newest that was saved or resumed from, for messages
 
@@ -146,18 +145,11 @@ def reduce_dict(input_dict: dict, average: bool = True) -> dict:
     return dict(zip(keys, values / get_world_size() if average else values))
 
 
-def gradient_sync(model: nn.Module, enabled: bool) -> contextlib.AbstractContextManager:
-    """Around forward and backward: whether the ranks average the gradients then."""
-    alone = enabled or not isinstance(model, DistributedDataParallel)
-    return contextlib.nullcontext() if alone else model.no_sync()
-
-
 @contextlib.contextmanager
 def averaged_buffers(model: nn.Module) -> Iterator[list[torch.Tensor]]:
     """Inside, floating point buffers (batch-norm statistics) are means over ranks.  Collective.
 
-    Then each rank has its own again.  Yields the bytes of the buffers of all types, a vector for
-    each rank, for ``load_buffers``; [] for one rank.
+    Then each has its own again.  Yields all buffers of each rank, as bytes; [] for one rank.
     """
     own = [buffer.detach().reshape(-1).view(torch.uint8) for buffer in model.buffers()]
     if get_world_size() == 1 or not own:

@@ -48,12 +48,11 @@ class StopRequest:
         self._passed, self._hold, self._stop_at = start_iter - 1, None, None  # iterations
         self._alone = comm.get_world_size() == 1
         self._asked, self._ended = threading.Event(), threading.Event()
-        self._condition = threading.Condition()
+        self._change = threading.Condition()
         self._thread = threading.Thread(target=self._watch, args=[next(_numbers)], daemon=True)
 
     def __enter__(self) -> "StopRequest":
-        ask = lambda *_: self._asked.set()  # noqa: E731
-        self._handlers = {number: signal.signal(number, ask) for number in _SIGNALS}
+        self._handlers = {number: signal.signal(number, self._ask) for number in _SIGNALS}
         if not self._alone:
             self._thread.start()
         return self
@@ -65,13 +64,18 @@ class StopRequest:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
 
+    def _ask(self, number: int, _: Any) -> None:
+        self._asked.set()
+        if not self._alone and not self._thread.is_alive() and self._stop_at is None:
+            signal.signal(number, signal.SIG_DFL)  # torchrun is gone: nobody could agree
+            signal.raise_signal(number)
+
     def agreed(self, iteration: int) -> bool:
         """Whether to stop after this iteration; every rank asks in every iteration."""
         stop = self._asked.is_set()
         if not self._alone:
-            with self._condition:
-                on = lambda: self._stop_at is not None or self._hold != iteration  # noqa: E731
-                self._condition.wait_for(on)
+            with self._change:
+                self._change.wait_for(lambda: self._stop_at is not None or self._hold != iteration)
                 self._passed = iteration
                 stop = self._stop_at == iteration
         if stop:
@@ -85,12 +89,12 @@ class StopRequest:
             while not store.check(["asked"]) and not self._ended.wait(_POLL_SECONDS):
                 if self._asked.is_set():
                     store.set("asked", "")
-            with self._condition:
+            with self._change:
                 self._hold = self._passed + 1
             store.set(str(comm.get_rank()), str(self._hold))
             if store.check(["asked"]):
                 ranks = range(comm.get_world_size())
                 self._stop_at = max(int(store.get(str(rank))) for rank in ranks)
-        with self._condition:  # a rank that waits must not wait for a thread that has ended
+        with self._change:  # a rank that waits must not wait for a thread that has ended
             self._hold = None
-            self._condition.notify_all()
+            self._change.notify_all()

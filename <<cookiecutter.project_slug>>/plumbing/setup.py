@@ -54,7 +54,7 @@ def set_random_state(seed: int, iteration: int = 0, rank: int = 0) -> None:
     mixed = (seed * 0x9E3779B97F4A7C15 + iteration) * 0xBF58476D1CE4E5B9 + rank
     mixed = ((mixed ^ (mixed >> 29)) * 0x94D049BB133111EB) % 2**63
     torch.default_generator.manual_seed(mixed)
-    if torch.cuda.default_generators:  # CUDA is in use
+    if torch.cuda.is_initialized():  # and this is no forked worker, which must not touch it
         torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(mixed)
     np.random.seed(mixed % 2**32)
     random.seed(mixed)
@@ -70,13 +70,15 @@ def setup_run(output_dir: str, may_exist: bool) -> bool:
     path = os.path.join(output_dir, f"log.txt.rank{rank}" if rank else "log.txt")
     screen = [] if rank else [logging.StreamHandler(sys.stdout)]
     form, date = "[%(asctime)s %(levelname)s %(name)s]: %(message)s", "%m/%d %H:%M:%S"
-    handlers = [logging.FileHandler(path), *screen]
+    handlers = [logging.FileHandler(path, encoding="utf-8"), *screen]
     logging.basicConfig(level="INFO", format=form, datefmt=date, handlers=handlers, force=True)
     return restarted
 
 
 def _make_folder(folder: str, may_exist: bool) -> bool:
-    note, launcher = os.path.join(folder, "launcher.txt"), f"{platform.node()} {os.getppid()}\n"
+    note, launcher = os.path.join(folder, "launcher.txt"), f"{platform.node()} {os.getppid()}"
+    with contextlib.suppress(OSError), open(f"/proc/{os.getppid()}/stat") as file:
+        launcher += f" {file.read().rpartition(')')[2].split()[19]}\n"  # since when it runs
     restarted = False
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         with contextlib.suppress(OSError), open(note) as file:
@@ -102,7 +104,10 @@ def _make_folder(folder: str, may_exist: bool) -> bool:
 
 def _check_folder(folder: str, may_exist: bool) -> None:
     names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
-    run = [n for n in names if n.endswith(".pth") or n in ("last_checkpoint", "metrics.json")]
+    if os.path.isdir(folder) and not os.access(folder, os.W_OK):
+        raise SettingsError(f"OUTPUT_DIR: cannot write to {folder}")
+    leftovers = "last_checkpoint", "metrics.json", "results.json"
+    run = [name for name in names if name.endswith(".pth") or name in leftovers]
     for name in filter(re.compile(_FILES).fullmatch, names):
         path, mode = os.path.join(folder, name), os.R_OK | os.W_OK * (".pth" not in name)
         if not (os.path.isfile(path) and os.access(path, mode)):

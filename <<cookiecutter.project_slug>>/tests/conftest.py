@@ -17,7 +17,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
+
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests are for the CPU, wherever they run
+
+import torch  # noqa: E402
 from torch.distributed import TCPStore
 
 import train

@@ -1,10 +1,12 @@
 """Checkpoints: whole or absent, found again after a crash, loaded without running their code."""
 
+import errno
 import logging
 import math
 import os
 import pickle
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -724,3 +726,44 @@ def test_damaged_files_are_an_error_on_every_rank(both):
 def test_every_rank_knows_the_best_value_and_one_writes(both):
     names = ["last_checkpoint", "model_0000003.pth", "model_best.json", "model_best.pth"]
     assert both["saves_the_best"] == [(0.5, 0.5, names)] * 2
+
+
+def test_messages_name_the_file_that_a_resume_would_take(folder):
+    checkpointer = Checkpointer(constant(1), folder)
+    checkpointer.save("model_0000004", iteration=4)
+    BestCheckpointer(checkpointer, "acc").step(5, {"acc": 0.5})
+    assert comm.last_checkpoint == os.path.join(folder, "model_0000004.pth")
+
+
+def test_a_disk_that_is_full_within_a_tensor_is_told_as_such(folder, monkeypatch):
+    def full(data, file):
+        try:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        finally:
+            raise RuntimeError("unexpected pos")  # as torch does then
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(OSError, match="No space left") as caught:
+        Checkpointer(constant(1), folder).save("model_0000004")
+    assert caught.value.filename.endswith("model_0000004.pth")
+    assert names_in(folder) == []
+
+
+def test_a_file_that_has_the_name_of_another_iteration_is_passed_over(folder, warnings):
+    checkpointer = Checkpointer(constant(1), folder)
+    checkpointer.save("model_0000004", iteration=4)
+    shutil.copy(Path(folder, "model_0000004.pth"), Path(folder, "model_0000099.pth"))
+    Path(folder, "last_checkpoint").unlink()
+    assert Checkpointer(constant(0), folder).resume_or_load("") == {"iteration": 4}
+    assert "model_0000099" in warnings()[0]
+
+
+def test_only_files_that_a_save_has_begun_are_tidied_up(folder):
+    Checkpointer(constant(1), folder).save("model_0000004", iteration=4)
+    for name in ("model_0000009.pth.tmp", "mine.pth.tmp"):
+        Path(folder, name).write_bytes(b"half")
+    Path(folder, "model_x.pth.tmp").mkdir()
+    Checkpointer(constant(0), folder).resume_or_load("")
+    left = names_in(folder)
+    assert "mine.pth.tmp" in left
+    assert "model_0000009.pth.tmp" not in left

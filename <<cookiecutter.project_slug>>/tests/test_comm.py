@@ -10,6 +10,7 @@ from ranks import run_on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from hardware import gradient_sync
 from plumbing import comm
 
 
@@ -110,7 +111,7 @@ def shares_gradients():
     model = DistributedDataParallel(nn.Linear(1, 1, bias=False))
     gradients = []
     for enabled in (False, True):
-        with comm.gradient_sync(model, enabled=enabled):
+        with gradient_sync(model, enabled=enabled):
             model(torch.tensor([[1.0 + comm.get_rank()]])).sum().backward()
         gradients.append(model.module.weight.grad.item())
     return gradients
@@ -241,7 +242,7 @@ def test_a_single_process_keeps_its_buffers_and_its_model():
         assert every == []
         assert model.running_mean.tolist() == [3, 3]
     assert model.running_mean.tolist() == [3, 3]
-    with comm.gradient_sync(model, enabled=False):
+    with gradient_sync(model, enabled=False):
         model(torch.randn(4, 2)).sum().backward()
     assert model.bias.grad.tolist() == [4, 4]
 

@@ -1,5 +1,6 @@
 """The digits and their loaders: what is read, on which rank, when, and what an error looks like."""
 
+import collections
 import contextlib
 import multiprocessing
 import os
@@ -328,3 +329,17 @@ def test_data_of_any_shape_goes_to_the_device():
     assert moved["targets"][0]["boxes"].is_meta
     assert moved["targets"][1][0].is_meta
     assert isinstance(moved["targets"][1], tuple)
+
+
+def test_what_is_no_tensor_stays_as_it_is_on_the_way_to_a_device():
+    Sample = collections.namedtuple("Sample", "image name")
+    batch = {"samples": [Sample(torch.ones(2), "a.jpg")], "number": 3}
+    moved = data.to_device(batch, "cpu")
+    assert moved["number"] == 3
+    assert moved["samples"][0].name == "a.jpg"
+    assert [tuple(tensor.shape) for tensor in data._tensors(moved)] == [(2,)]
+
+
+def test_a_loader_that_ends_ends_without_an_error_of_its_own():
+    batches = [{"x": torch.ones(1)}] * 5
+    assert len(list(data._micro_batches(batches, 2))) == 2

@@ -763,3 +763,13 @@ def test_a_state_survives_a_file_without_pickled_classes():
     torch.save(storage.state_dict(), file)
     file.seek(0)
     assert torch.load(file, weights_only=True)["histories"].keys() == {"a", "b"}
+
+
+def test_what_is_read_early_because_too_much_waits_is_held_to_the_same_as_the_rest(monkeypatch):
+    monkeypatch.setattr("plumbing.events.storage._WAITING_LENGTH", 3)
+    storage = EventStorage()
+    storage.reduce(finite=("skips",))
+    for storage.iter in range(5):  # more than may wait
+        storage.put_scalar("loss", scalar(math.nan))
+    with pytest.raises(NonFiniteError):
+        storage.reduce(finite=("loss",))

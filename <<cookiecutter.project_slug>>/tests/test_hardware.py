@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import sys
 from unittest.mock import MagicMock
 
@@ -14,7 +15,8 @@ from torch import nn
 import hardware
 from defaults import check_cfg, get_cfg
 from hardware import build_parallel, choose_device, setup_backends
-from plumbing.comm import SettingsError
+from plumbing.checkpoint import Checkpointer
+from plumbing.comm import NonFiniteError, SettingsError
 
 
 @pytest.fixture
@@ -24,6 +26,7 @@ def backends():
     yield torch.backends.cudnn
     torch.set_float32_matmul_precision(precision)
     torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = benchmark, False
+    torch.backends.cudnn.allow_tf32 = True
     torch.use_deterministic_algorithms(False)
 
 
@@ -38,13 +41,13 @@ def with_settings(**settings):
 def test_the_backends_follow_the_settings(backends):
     setup_backends(with_settings(FLOAT32_PRECISION="medium", CUDNN_BENCHMARK=True))
     assert torch.get_float32_matmul_precision() == "medium"
-    assert (backends.benchmark, backends.deterministic) == (True, False)
+    assert (backends.benchmark, backends.deterministic, backends.allow_tf32) == (True, False, True)
     assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_deterministic_kernels_prevail_over_the_choice_of_fast_ones(backends):
     setup_backends(with_settings(DETERMINISTIC=True, CUDNN_BENCHMARK=True))
-    assert (backends.benchmark, backends.deterministic) == (False, True)
+    assert (backends.benchmark, backends.deterministic, backends.allow_tf32) == (False, True, False)
     assert torch.are_deterministic_algorithms_enabled()
 
 
@@ -143,9 +146,23 @@ def test_ranks_train_with_the_settings_of_ddp_and_of_batch_norms(on, monkeypatch
     assert isinstance(made["model"][1], nn.SyncBatchNorm if on else nn.BatchNorm2d)
     assert (made["find_unused_parameters"], made["static_graph"]) == (on, on)
     assert made["devices"] is None
+    assert made["gradient_as_bucket_view"]
+    assert not made["forward_sync_buffers"]  # each rank has its own
 
 
 def test_batch_norms_over_ranks_are_refused_without_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SettingsError, match=r"^MODEL.SYNC_BN: True needs GPUs"):
         check_cfg(with_settings(SYNC_BN=True), num_ranks=2)
+
+
+@pytest.mark.parametrize("name", ["0.weight", "1.running_var"])
+def test_weights_and_statistics_that_are_not_finite_are_not_saved(tmp_path, name):
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    model.register_buffer("mask", torch.full((2,), -math.inf))
+    checkpointer = Checkpointer(build_parallel(with_settings(), model), str(tmp_path))
+    checkpointer.save("good")
+    model.state_dict()[name].view(-1)[0] = math.inf
+    with pytest.raises(NonFiniteError, match=rf"not saved: {name}; last good.*good\.pth"):
+        checkpointer.save("bad")
+    assert {path.name for path in tmp_path.iterdir()} == {"good.pth", "last_checkpoint"}

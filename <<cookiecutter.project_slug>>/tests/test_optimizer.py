@@ -669,3 +669,53 @@ def test_gradients_are_clipped_by_the_settings_and_then_cleared():
     assert vector.norm() == pytest.approx(0.5, rel=1e-4)
     gradients.clear()
     assert [p.grad for p in model] == [None] * 4
+
+
+def test_a_resume_into_another_memory_layout_keeps_the_momenta():
+    cfg = settings(MOMENTUM=0.9)
+    saved, plain, other = (nn.Conv2d(3, 4, 3, bias=False) for _ in range(3))
+    other.to(memory_format=torch.channels_last)
+    optimizers = [build_optimizer(cfg, model) for model in (saved, plain, other)]
+    saved.weight.grad = torch.arange(108.0).reshape(4, 3, 3, 3)
+    optimizers[0].step()
+    for model, optimizer in zip((plain, other), optimizers[1:]):
+        model.load_state_dict(saved.state_dict())
+        optimizer.load_state_dict(optimizers[0].state_dict())
+        model.weight.grad = torch.zeros_like(model.weight)
+        optimizer.step()
+    assert torch.equal(plain.weight, other.weight)
+
+
+@pytest.mark.parametrize("float16", [False, True])
+def test_clipping_by_value_hides_no_infinite_gradient_from_the_skip(float16):
+    cfg = settings(NONFINITE="skip", CLIP_GRAD_VALUE=1.0)
+    cfg.SOLVER.AMP.ENABLED, cfg.SOLVER.AMP.DTYPE = float16, "float16"
+    model = nn.Linear(1, 1, bias=False)
+    optimizer, before = build_optimizer(cfg, model), model.weight.item()
+    scaler, gradients = build_grad_scaler(cfg, model), build_gradients(cfg, optimizer)
+    with EventStorage() as storage:
+        scaler.scale(model(torch.full((1,), math.inf)).sum()).backward()
+        scaler.unscale_(optimizer)
+        gradients.clip()
+        scaler.step(optimizer)
+        scaler.update()
+    assert storage.latest()["skips"] == (1.0, 0)
+    assert model.weight.item() == before
+
+
+@pytest.mark.parametrize("nonfinite", ["raise", "skip"])
+def test_float16_may_be_turned_on_by_a_resume(nonfinite):
+    cfg = settings(NONFINITE="skip")
+    saved = build_grad_scaler(cfg, nn.Linear(1, 1)).state_dict()
+    cfg.SOLVER.NONFINITE = nonfinite
+    cfg.SOLVER.AMP.ENABLED, cfg.SOLVER.AMP.DTYPE = True, "float16"
+    scaler = build_grad_scaler(cfg, nn.Linear(1, 1))
+    scale = scaler.get_scale()
+    scaler.load_state_dict(saved)
+    assert scaler.get_scale() == scale
+
+
+@pytest.mark.parametrize("losses", [{"loss": 0.5}, {"loss": torch.ones(2)}, torch.ones(()), {}])
+def test_what_is_no_dict_of_scalar_tensors_is_one_error(losses):
+    with pytest.raises(ValueError, match="must return a dict of scalar tensors"):
+        sum_losses(losses)

@@ -143,3 +143,17 @@ def test_all_ranks_stop_after_the_same_iteration(both, name, asked):
 
 def test_ranks_that_are_not_asked_go_on(both):
     assert both["goes_on_unless_asked"] == [False, False]
+
+
+def test_a_rank_whose_torchrun_is_gone_dies_of_a_signal_as_any_program_does(monkeypatch):
+    raised = []
+    monkeypatch.setattr(comm, "get_world_size", lambda: 2)
+    monkeypatch.setattr(signal, "raise_signal", raised.append)
+    monkeypatch.setattr(StopRequest, "_watch", lambda self, number: None)  # the store is gone
+    before = signal.getsignal(signal.SIGUSR1)
+    with StopRequest() as request:
+        request._thread.join()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert raised == [signal.SIGUSR1]
+        assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGUSR1) == before

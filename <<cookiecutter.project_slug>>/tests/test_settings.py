@@ -334,6 +334,8 @@ IMPOSSIBLE = {
     "LOG_WINDOW": (0,),
     "TIMEOUT_SECONDS": (0.0, 0.5, -1.0, 1e308, math.inf, math.nan),
     "FLOAT32_PRECISION": ("low", ""),
+    "PROFILE": ((), (5,), (8, 3), (-5, 3), (1, 2, 3)),
+    "MODEL.COMPILE": ("foo", "cudagraphs"),
     "MODEL.DEVICE": ("gpu", "cuda:1"),
     "MODEL.WEIGHTS": ("not/there.pth", "/"),
     "MODEL.WIDTH": (0,),

@@ -176,7 +176,9 @@ def test_another_rank_has_a_log_of_its_own_and_no_screen(start, tmp_path, monkey
     assert "a message" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["model_0000009.pth", "last_checkpoint", "metrics.json"])
+@pytest.mark.parametrize(
+    "name", ["model_0000009.pth", "last_checkpoint", "metrics.json", "results.json"]
+)
 def test_a_folder_that_holds_a_run_is_refused_unless_it_may(start, tmp_path, name):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / name).write_text("kept")
@@ -271,14 +273,21 @@ def test_a_folder_in_place_of_a_file_of_the_run_is_refused_in_one_line(start, tm
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("name", "refused"), [("log.txt", True), ("model_final.pth", False)])
+@pytest.mark.parametrize(
+    ("name", "refused"), [("log.txt", True), ("model_final.pth", False), ("run", True)]
+)
 def test_a_file_that_cannot_be_written_is_refused_where_it_is_written_to(
     start, tmp_path, monkeypatch, name, refused
 ):
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / name).touch()
+    if name != "run":
+        (tmp_path / "run" / name).touch()
     access = os.access  # root may do anything
-    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK or access(path, 0) < 1)
+
+    def forbidden(path, mode):
+        return access(path, mode) and not (mode & os.W_OK and path.endswith(name))
+
+    monkeypatch.setattr(os, "access", forbidden)
     if refused:
         with pytest.raises(SettingsError, match=f"OUTPUT_DIR: .*{name}"):
             start(may_exist=True)

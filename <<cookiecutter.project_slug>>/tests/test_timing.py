@@ -70,8 +70,8 @@ def test_the_end_tells_the_time_of_training_apart_from_the_rest(clock, caplog):
                 timer.lap()
                 clock.wait(50.0)
     assert caplog.messages == [
-        "Overall training speed: 4 iterations in 0:00:16 (4.0000 s / it)",
-        "Total training time: 0:01:56 (0:01:40 on writing, saving and evaluating)",
+        "Overall training speed: 4 iterations in 0:00:16.0 (4.0000 s / it)",
+        "Total training time: 0:01:56.0 (0:01:40.0 on writing, saving and evaluating)",
     ]
 
 

@@ -670,7 +670,7 @@ def test_a_finished_run_goes_on_when_max_iter_is_raised(straight, tmp_path):
 def test_a_resume_of_nothing_warns_and_starts_from_scratch(straight, tmp_path):
     train_here(tmp_path / "run", "--resume")
     log = (tmp_path / "run/log.txt").read_text()
-    assert re.search(r"no checkpoint.* starting from scratch", log)
+    assert re.search(r"nothing in .* starting from scratch", log)
     assert differences(outcome_of(straight), outcome_of(tmp_path / "run")) == []
 
 

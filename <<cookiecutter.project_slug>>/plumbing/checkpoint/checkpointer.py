@@ -69,7 +69,7 @@ class Checkpointer:
                 save_file(path, data)
                 if tag_checkpoint:
                     self.tag_last_checkpoint(f"{name}.pth")
-        comm.last_checkpoint = path
+        comm.last_checkpoint = path if tag_checkpoint else comm.last_checkpoint
 
     def tag_last_checkpoint(self, last_filename_basename: str) -> None:
         path = os.path.join(self.save_dir, "last_checkpoint")
@@ -132,32 +132,33 @@ class Checkpointer:
         paths = self.get_all_checkpoint_files()
         found = [m for path in paths if (m := re.fullmatch(r".*/model_(\d{7,}|final)\.pth", path))]
         number_of = {m[0]: math.inf if m[1] == "final" else int(m[1]) for m in found}
-        newest_first = sorted(number_of, key=number_of.get, reverse=True)
-        files = dict.fromkeys([tagged] * bool(tagged) + newest_first)
-        for torn in glob.glob(os.path.join(glob.escape(self.save_dir), "*.pth.tmp")):
-            os.remove(torn)
+        in_turn = [tagged] * bool(tagged) + sorted(number_of, key=number_of.get, reverse=True)
+        files = {file: number_of.get(file, math.inf) for file in in_turn}
+        for torn in glob.glob(os.path.join(glob.escape(self.save_dir), "model_*.pth.tmp")):
+            with contextlib.suppress(OSError):
+                os.remove(torn)
         final, end = "", -1  # of a shorter run perhaps, which went on: then others are newer
-        for file in files:
-            if number_of.get(file, math.inf) <= end:
+        for file, number in files.items():
+            if number <= end:
                 break
             try:
                 iteration = self._read(file, self.checkpointables).get("iteration")
-                if not isinstance(iteration, int) and (file in number_of or iteration is not None):
-                    raise comm.SettingsError(f"checkpoint {file} is damaged: it has no iteration")
+                fits = type(iteration) is int and number in (iteration, math.inf)
+                if not fits and (file in number_of or iteration is not None):
+                    raise comm.SettingsError(f"checkpoint {file} is damaged: iteration {iteration}")
             except comm.SettingsError as error:
                 if isinstance(error.__cause__, pickle.UnpicklingError):
                     raise  # not an accident: a file to look into, not to pass over
                 self.logger.warning("Passing over a file: %s", error)
                 continue
-            if file == tagged or number_of[file] < math.inf:
+            if file == tagged or number < math.inf:
                 return file
             final, end = file, iteration
         if files and not final:
             advice = "restore one from a backup, or start again in another OUTPUT_DIR"
             raise comm.SettingsError(f"--resume: no good checkpoint in {self.save_dir}: {advice}")
         if not final:
-            message = "--resume: no checkpoint in %s: starting from scratch"
-            self.logger.warning(message, self.save_dir)
+            self.logger.warning("--resume: nothing in %s: starting from scratch", self.save_dir)
         return final
 
     def _read(self, path: str, keys: Iterable[str]) -> dict:

@@ -25,10 +25,11 @@ def write_atomically(path: str, write: Callable[[BinaryIO], Any]) -> None:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException as error:
-        error.filename = path  # for an OSError, which does not know it
         with contextlib.suppress(OSError):
             os.remove(temporary)
-        raise
+        cause = error.__context__ if isinstance(error.__context__, OSError) else error
+        cause.filename = path  # for an OSError, which does not know it, nor torch that it was one
+        raise cause from None
     descriptor = os.open(folder or ".", os.O_RDONLY)
     os.fsync(descriptor)  # of the new name
     os.close(descriptor)

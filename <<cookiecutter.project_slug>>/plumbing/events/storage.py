@@ -44,6 +44,7 @@ class EventStorage:
         self._puts: dict[str, tuple[int, float, int]] = {}  # where several: iteration, sum, count
         self._waiting: list[tuple[str, int, list[torch.Tensor]]] = []
         self._read: list[float] = []  # this rank's values of the first ones of them
+        self._finite: tuple[str, ...] = ("loss",)  # as in the last ``reduce``
         self._shown: tuple[int, dict] | None = None  # what writers got last, while it holds
         self._vis_data, self._histogram_data = deque(maxlen=100), deque(maxlen=100)
 
@@ -98,7 +99,7 @@ class EventStorage:
         if self._hints.setdefault(name, smoothing_hint) != smoothing_hint:
             raise ValueError(f"scalar {name}: smoothing_hint was {not smoothing_hint} before")
         if len(self._waiting) >= _WAITING_LENGTH:
-            self.reduce(finite=("loss",))
+            self.reduce(self._finite)
         return name
 
     def put_scalars(
@@ -170,6 +171,7 @@ class EventStorage:
 
         On all ranks it is a NonFiniteError if a name with a part in ``finite`` is not, on any rank.
         """
+        self._finite = finite
         names, iterations, tensors = zip(*self._waiting) if self._waiting else ((), (), ())
         if comm.get_world_size() == 1:
             self.histories()
@@ -198,9 +200,8 @@ class EventStorage:
             values += [("lr", rate) for rate, i in rates if i == first]
             listing = ", ".join(f"{name} {value:.4g}" for name, value in values)
             raise NonFiniteError(
-                f"not finite at iteration {first} on rank {rank}: {listing}; the last good"
-                f" checkpoint is {comm.last_checkpoint}: --resume from it with a lower"
-                " SOLVER.BASE_LR or CLIP_GRAD_NORM, or look at the data"
+                f"not finite at iteration {first} on rank {rank}: {listing}; last good checkpoint:"
+                f" {comm.last_checkpoint}; lower SOLVER.BASE_LR or CLIP_GRAD_NORM, or mend the data"
             )
 
     def _record(self, name: str, value: float, iteration: int) -> None:
@@ -234,8 +235,8 @@ def _read(waiting: Sequence[list[torch.Tensor]]) -> list[float]:
     """The values of single tensors, and the norms of several; a copy for each type on GPUs."""
     tensors = [tensor for each in waiting for tensor in each]
     values = [0.0 if tensor.is_cuda else tensor.item() for tensor in tensors]
-    for dtype in {tensor.dtype for tensor in tensors if tensor.is_cuda}:
-        alike = [i for i, each in enumerate(tensors) if each.is_cuda and each.dtype == dtype]
+    for kind in {(tensor.dtype, tensor.device) for tensor in tensors if tensor.is_cuda}:
+        alike = [i for i, each in enumerate(tensors) if (each.dtype, each.device) == kind]
         read = torch.stack([tensors[i].view(()) for i in alike]).tolist()
         for i, value in zip(alike, read):
             values[i] = value
