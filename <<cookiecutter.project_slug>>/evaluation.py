@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 
 from plumbing import comm
-from plumbing.checkpoint.files import write_atomically
+from plumbing.checkpoint.files import load_file, write_atomically
 from plumbing.events import EventStorage, get_event_storage, has_event_storage
 
 logger = logging.getLogger(__name__)
@@ -321,9 +321,16 @@ class BestCheckpointer:
             write_atomically(self._path, lambda file: file.write(json.dumps(record).encode()))
 
     def _read(self):
-        unusable = OSError, ValueError, TypeError, KeyError
-        with contextlib.suppress(*unusable), open(self._path) as file:
-            return float(json.load(file)[self.val_metric])
+        unusable = OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError
+        try:
+            with open(self._path) as file:
+                best = float(json.load(file)[self.val_metric])
+            load_file(self._path.removesuffix(".json") + ".pth")
+            return best
+        except unusable as error:  # a SettingsError is a ValueError
+            if os.path.exists(self._path):
+                self.checkpointer.logger.warning("The best before is not known: %s", error)
+            return None
 
 
 def _flattened(results, name):

@@ -189,12 +189,19 @@ class CSVWriter(EventWriter):
         if not os.path.isfile(self._path):
             return None
         with open(self._path, newline="", encoding="utf-8", errors="replace") as file:
-            whole = io.StringIO("".join(line for line in file if line.endswith("\n")))
-        rows = []
-        for row in csv.DictReader(whole):
-            with contextlib.suppress(ValueError, TypeError, KeyError):  # such a line goes
-                if None not in row and int(row["iteration"]) < limit:
+            lines = [line for line in file if line.endswith("\n")]
+        rows, num_lost = [], 0
+        with contextlib.suppress(csv.Error):
+            for row in csv.DictReader(io.StringIO("".join(lines))):
+                try:
+                    iteration = int(row["iteration"]) if None not in row else None
+                except (ValueError, TypeError, KeyError):
+                    iteration = None
+                num_lost += iteration is None
+                if iteration is not None and iteration < limit:
                     rows.append({name: cell for name, cell in row.items() if cell})
+        if num_lost:
+            logger.warning("%s: %d lines are no results, and are dropped", self._path, num_lost)
         return rows
 
     def _write_anew(self, rows):

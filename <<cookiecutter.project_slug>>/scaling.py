@@ -84,6 +84,8 @@ def setup_length(cfg, dataset_size, changes, is_training):
             change(cfg, key, lambda length: length * iters)
     for line in changes_between(before, cfg, f"with {iters} iterations in an epoch"):
         logger.info(line)
+    if solver.WARMUP_ITERS >= solver.MAX_ITER:
+        logger.warning("SOLVER.WARMUP_ITERS: %d: the run ends within it", solver.WARMUP_ITERS)
     logger.info(
         "Length: %d iterations are %s epochs; %d samples, %d in an iteration: an epoch is %d"
         " iterations, and a sample comes %s times",

@@ -63,7 +63,7 @@ def do_test(cfg, model):
 
 
 def catch_up(cfg, model, iteration, periods, writers, best_checkpointer):
-    """On a resume: what the loop does after a save, for the run may have ended before it could."""
+    """What the loop does after a save of ``iteration``: a resumed run may have ended before it."""
     logger.info("Starting training from iteration %d", iteration + 1)
     storage, results = get_event_storage(), {}
     storage.iter = iteration

@@ -767,3 +767,12 @@ def test_only_files_that_a_save_has_begun_are_tidied_up(folder):
     left = names_in(folder)
     assert "mine.pth.tmp" in left
     assert "model_0000009.pth.tmp" not in left
+
+
+def test_a_best_file_that_is_damaged_is_told_and_saved_again(folder, warnings):
+    checkpointer = Checkpointer(constant(1), folder)
+    BestCheckpointer(checkpointer, "acc").step(3, {"acc": 0.75})
+    os.truncate(Path(folder, "model_best.pth"), 100)
+    BestCheckpointer(checkpointer, "acc").step(5, {"acc": 0.5})
+    assert "best before" in warnings()[0]
+    assert torch.load(Path(folder, "model_best.pth"))["iteration"] == 5

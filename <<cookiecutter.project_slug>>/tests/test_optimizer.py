@@ -19,7 +19,7 @@ from optimizer import (
     layer_numbers,
     setup_optimizer,
 )
-from plumbing.comm import SettingsError
+from plumbing.comm import NonFiniteError, SettingsError
 from plumbing.events import EventStorage
 
 
@@ -719,3 +719,18 @@ def test_float16_may_be_turned_on_by_a_resume(nonfinite):
 def test_what_is_no_dict_of_scalar_tensors_is_one_error(losses):
     with pytest.raises(ValueError, match="must return a dict of scalar tensors"):
         sum_losses(losses)
+
+
+def test_float16_without_a_finite_gradient_for_long_is_an_error_in_the_end():
+    cfg = settings()
+    cfg.SOLVER.AMP.ENABLED, cfg.SOLVER.AMP.DTYPE = True, "float16"
+    model = nn.Linear(1, 1, bias=False)
+    optimizer, scaler = build_optimizer(cfg, model), build_grad_scaler(cfg, model)
+    with EventStorage() as storage:
+        for storage.iter in range(60):
+            scaler.scale(model(torch.full((1,), math.nan)).sum()).backward()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        with pytest.raises(NonFiniteError, match="iteration 5[0-9] .*grad_scale nan"):
+            storage.reduce(scaler.must_be_finite)
