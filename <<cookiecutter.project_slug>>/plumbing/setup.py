@@ -21,7 +21,6 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from plumbing import comm
 from plumbing.comm import SettingsError
 
-logger = logging.getLogger(__name__)
 _NO_SPACE = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
 _FILES = r"(log\.txt.*|(config|results|metrics)\.\w+|last_checkpoint|model_\w+\.\w+)(\.tmp)?"
 _locks = []  # files that stay open
@@ -29,14 +28,18 @@ _locks = []  # files that stay open
 
 def launch(main: Callable[..., Any], *args: Any) -> None:
     """Call ``main``; an error that is for the user ends the program with one line on one rank."""
-    record(_one_line)(main, args)  # so that torchrun shows whose exception was the first
+    status = record(_one_line)(main, args)  # so that torchrun shows whose exception was the first
     if dist.is_initialized():
-        dist.destroy_process_group()
+        dist.destroy_process_group()  # before the exit, which its threads may abort
+    if status:
+        sys.exit(status)
 
 
-def _one_line(main: Callable[..., Any], args: tuple) -> None:
+def _one_line(main: Callable[..., Any], args: tuple) -> int | str | None:
     try:
         main(*args)
+    except SystemExit as stop:
+        return stop.code
     except (SettingsError, comm.NonFiniteError, OSError) as error:
         advice = ": make room, then --resume" if isinstance(error, OSError) else ""
         if advice and error.errno not in _NO_SPACE:
@@ -46,7 +49,7 @@ def _one_line(main: Callable[..., Any], args: tuple) -> None:
             time.sleep(10)  # it ends this rank meanwhile, unless the first one has no such error
         if rank == "0" or torchrun:
             print(f"error: {error}{advice}", file=sys.stderr, flush=True)
-        sys.exit(2)
+        return 2
 
 
 def set_random_state(seed: int, iteration: int = 0, rank: int = 0) -> None:
@@ -68,9 +71,9 @@ def setup_run(output_dir: str, may_exist: bool) -> bool:
     restarted = comm.from_main_process(lambda: _make_folder(output_dir, may_exist))
     rank = comm.get_rank()
     path = os.path.join(output_dir, f"log.txt.rank{rank}" if rank else "log.txt")
-    screen = [] if rank else [logging.StreamHandler(sys.stdout)]
     form, date = "[%(asctime)s %(levelname)s %(name)s]: %(message)s", "%m/%d %H:%M:%S"
-    handlers = [logging.FileHandler(path, encoding="utf-8"), *screen]
+    handlers = [logging.FileHandler(path, encoding="utf-8")]
+    handlers += [] if rank else [logging.StreamHandler(sys.stdout)]
     logging.basicConfig(level="INFO", format=form, datefmt=date, handlers=handlers, force=True)
     return restarted
 
@@ -89,12 +92,11 @@ def _make_folder(folder: str, may_exist: bool) -> bool:
         _locks.append(file := open(note, "a", buffering=1))  # noqa: SIM115
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends, however it does
     except BlockingIOError:
-        advice = "wait until it has ended, or choose another folder"
-        raise SettingsError(f"OUTPUT_DIR: {folder} is in use by another job: {advice}") from None
+        raise SettingsError(f"OUTPUT_DIR: {folder} is in use by another job: wait for it") from None
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
             raise SettingsError(f"OUTPUT_DIR: cannot write to {folder}: {error.strerror}") from None
-        logger.warning("OUTPUT_DIR: %s has no locks: see that one job at a time uses it", folder)
+        logging.warning("OUTPUT_DIR: %s has no locks: see that one job at a time uses it", folder)
     _check_folder(folder, may_exist or restarted)  # another job may have come and gone meanwhile
     if not may_exist:
         file.truncate(0)
@@ -106,12 +108,10 @@ def _check_folder(folder: str, may_exist: bool) -> None:
     names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
     if os.path.isdir(folder) and not os.access(folder, os.W_OK):
         raise SettingsError(f"OUTPUT_DIR: cannot write to {folder}")
-    leftovers = "last_checkpoint", "metrics.json", "results.json"
-    run = [name for name in names if name.endswith(".pth") or name in leftovers]
+    run = [n for n in names if re.fullmatch(r".*\.pth|last_checkpoint|(metrics|results)\.json", n)]
     for name in filter(re.compile(_FILES).fullmatch, names):
         path, mode = os.path.join(folder, name), os.R_OK | os.W_OK * (".pth" not in name)
         if not (os.path.isfile(path) and os.access(path, mode)):
             raise SettingsError(f"OUTPUT_DIR: {path} is no file to read and write: move it away")
     if run and not may_exist:
-        advice = "add --resume to go on with it, or choose another folder"
-        raise SettingsError(f"OUTPUT_DIR: {folder} holds a run ({run[0]}): {advice}")
+        raise SettingsError(f"OUTPUT_DIR: {folder} holds a run ({run[0]}): --resume, or change it")

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import itertools
 import multiprocessing
 import os
 import signal
@@ -73,6 +74,44 @@ def test_any_data_sets_one_after_the_other_are_augmented_by_their_common_index()
     dataset = SeededSamples(ConcatDataset([zeros, zeros]), seed=0)
     first, second, again = dataset[0, 1], dataset[0, 4], dataset[0, 1]
     assert first == again != second
+
+
+class Strips(Dataset):
+    """Samples one by one: of random numbers, and what they are called."""
+
+    def __len__(self):
+        return 70
+
+    def __getitem__(self, index):
+        return {"images": torch.rand(3), "labels": np.int64(index), "name": f"{index}.jpg"}
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_data_set_of_single_samples_needs_one_function_only(cfg, monkeypatch, num_workers):
+    def build_dataset(cfg, names, train):
+        return SeededSamples(Strips(), cfg.SEED), [np.arange(70)]
+
+    monkeypatch.setattr(data, "build_dataset", build_dataset)
+    cfg.DATALOADER.NUM_WORKERS, cfg.SOLVER.BATCH_SIZE = num_workers, 4
+    assert dataset_size(cfg) == 70
+    ((batch,),) = itertools.islice(build_train_loader(cfg, 0), 1)
+    assert batch["labels"].dtype == torch.int64
+    samples = SeededSamples(Strips(), cfg.SEED)
+    expected = torch.stack([samples[0, index]["images"] for index in batch["labels"]])
+    assert torch.equal(batch["images"], expected)
+    assert batch["name"] == [f"{index}.jpg" for index in batch["labels"]]
+    tests = torch.cat([each["labels"] for each in build_test_loader(cfg, "digits_test")])
+    assert tests.tolist() == list(range(70))
+
+
+def test_only_the_training_is_augmented(cfg):
+    keys = [(0, index) for index in range(50)]
+    images, labels = read_digits(PATH)["digits_train"]
+    for train in (False, True):
+        dataset, (all_labels,) = data.build_dataset(cfg, ["digits_train"], train)
+        same = torch.equal(dataset.__getitems__(keys)["images"][:, 0], torch.tensor(images[:50]))
+        assert same != train
+        assert np.array_equal(all_labels, labels)
 
 
 def test_the_size_of_all_data_sets_is_that_of_an_epoch(cfg):

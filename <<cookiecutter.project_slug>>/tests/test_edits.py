@@ -1,23 +1,33 @@
-"""The edits of FROM_HOOKS.md, applied to the files as they are."""
+"""The edits of FROM_HOOKS.md and EDITS.md, applied to the files as they are."""
 
 import json
+import os
 import re
 import shutil
+import signal
 import sys
 import types
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT, arguments, own_log
 from torch import nn
 
+from plumbing import comm
+from plumbing.settings import leaves
+
+PAGES = "FROM_HOOKS.md", "EDITS.md"
 SMALL_EDITS = "Small edits"
+OWN_DATA = "Your own data set"
+GAN = "Two optimizers (a GAN)"
 CLOCKS = "time", "data_time", "samples_per_second", "eta_seconds", "max_mem"
 
 
 def read_edits():
-    """{heading: the diffs below it} of FROM_HOOKS.md."""
-    sections = re.split(r"^## (.*)\n", (ROOT / "FROM_HOOKS.md").read_text(), flags=re.M)
+    """{heading: the diffs below it} of both pages."""
+    pages = "\n".join((ROOT / name).read_text() for name in PAGES)
+    sections = re.split(r"^## (.*)\n", pages, flags=re.M)
     pairs = zip(sections[1::2], sections[2::2])
     diffs = {heading: re.findall(r"```diff\n(.*?)```", text, re.S) for heading, text in pairs}
     return {heading: diff for heading, diff in diffs.items() if diff}
@@ -105,12 +115,13 @@ def rewound(output, copy, iteration):
 
 def are_equal(one, other):
     if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
+        alike = one.dtype == other.dtype and one.shape == other.shape
+        return alike and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(are_equal(one[key], other[key]) for key in one)
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(are_equal, one, other))
-    return one == other
+    return one == other or one != one and other != other  # both of them NaN
 
 
 def ended_alike(one, other):
@@ -119,11 +130,12 @@ def ended_alike(one, other):
         for name in CLOCKS:
             file["storage"]["histories"].pop(name, None)
     results = [(output / "results.json").read_text() for output in (one, other)]
-    return are_equal(*files) and rows_of(one) == rows_of(other) and results[0] == results[1]
+    rows = map(rows_of, (one, other))
+    return are_equal(*files) and are_equal(*rows) and results[0] == results[1]
 
 
 def test_every_edit_applies_to_the_files_as_they_are():
-    assert len(EDITS) == 7
+    assert len(EDITS) == 9
     for heading in EDITS:
         for file, text in edited(heading).items():
             compile(text, file, "exec")
@@ -131,14 +143,21 @@ def test_every_edit_applies_to_the_files_as_they_are():
     assert all(edited(SMALL_EDITS).values())
 
 
+def anchors(text):
+    headings = re.findall(r"^##+ (.*)$", text, re.M)
+    return {re.sub(r"[^\w -]", "", each).lower().replace(" ", "-") for each in headings}
+
+
 def test_every_link_leads_to_a_heading_and_every_setting_exists():
     import defaults
-    from plumbing.settings import leaves
 
-    text = (ROOT / "FROM_HOOKS.md").read_text()
-    anchors = {re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in
-               re.findall(r"^## (.*)$", text, re.M)}  # fmt: skip
-    assert set(re.findall(r"\]\(#(.*?)\)", text)) <= anchors
+    texts = {name: (ROOT / name).read_text() for name in (*PAGES, "README.md")}
+    text = texts["FROM_HOOKS.md"]
+    for name, page in texts.items():
+        for link in re.findall(r"\]\((?!http)(.*?)\)", page):
+            file, _, anchor = link.partition("#")
+            assert (ROOT / file).exists(), link
+            assert not anchor or anchor in anchors(texts[file or name]), link
     known = {key for key, _ in leaves(defaults.get_cfg())} | {"SOLVER.AMP"}
     sections = {key.split(".")[0] for key in known if "." in key}
     named = {n for n in re.findall(r"[A-Z]+(?:\.[A-Z_]+)+", text) if n.split(".")[0] in sections}
@@ -161,10 +180,14 @@ def test_early_stopping_ends_a_run_that_gets_no_better_and_resumes_exactly(apply
     results = run(train, tmp_path / "run", words)
     assert results == {"digits_test/accuracy": 0.5}
     assert [row["iteration"] for row in rows_of(tmp_path / "run")] == list(range(7))
+    why = "Stopping after iteration 6: none of the last 5 digits_test/accuracy is by 0.001 better"
+    assert (tmp_path / "run/log.txt").read_text().count(f"{why} than 0.5\n") == 1
     for iteration in (3, 6):  # on the way, and before the evaluation that ended the run
         resumed = rewound(tmp_path / "run", tmp_path / f"from {iteration}", iteration)
+        log = (resumed / "log.txt").read_text()
         run(train, resumed, f"--resume {words}")
         assert ended_alike(tmp_path / "run", resumed)
+        assert (resumed / "log.txt").read_text()[len(log) :].count(why) == 1
 
 
 AVERAGED = "Averaged weights (EMA, SWA)"
@@ -321,3 +344,225 @@ def test_all_edits_that_go_together_train_on_two_ranks(on_ranks, tmp_path):
     assert losses[0] == losses[1]
     likelihood = ranks[0].result["digits_test/negative_log_likelihood"]
     assert losses[0] == pytest.approx(likelihood, rel=1e-4)
+
+
+def run_killed(texts, output, words, iteration):
+    """All ranks die as this iteration begins."""
+    train = load(texts)
+    set_random_state = train.set_random_state
+
+    def call(seed, *others, **options):
+        if others[:1] == (iteration,):
+            comm.synchronize()  # so that none of them has an error of the others
+            os.kill(os.getpid(), signal.SIGKILL)
+        set_random_state(seed, *others, **options)
+
+    train.set_random_state = call
+    return run(train, output, words)
+
+
+def images(folder):
+    """Noise, in class 1, a quarter of all, with more of it in the left half."""
+    generator = np.random.default_rng(0)
+    for name, number in (("train", 64), ("val", 30)):
+        for index in range(number):
+            image = generator.integers(0, 200, (3, 12, 12), np.uint8)
+            label = int(index % 4 == 0)
+            image[:, :, :6] += np.uint8(55 * label)
+            path = folder / name / f"{label}/{index}.npy"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            np.save(path, image)
+    return folder
+
+
+@pytest.fixture
+def own_data(tmp_path):
+    return f"DATASETS.PATH {images(tmp_path / 'images')} SOLVER.BATCH_SIZE 16 TEST.BATCH_SIZE 8"
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_your_own_data_train_the_same_with_workers_and_after_a_kill(
+    num_ranks, own_data, on_ranks, tmp_path
+):
+    words = f"{own_data} SOLVER.ACCUM_STEPS 2 DATALOADER.SAMPLER_TRAIN class_balanced"
+    texts = {"train.py": (ROOT / "train.py").read_text(), **edited(OWN_DATA)}
+    straight = on_ranks(num_ranks, run_on_a_rank, texts, tmp_path / "run", words)
+    assert [rank.code for rank in straight] == [0] * num_ranks, straight[0].printed
+    assert set(straight[0].result) == {
+        f"val/{name}"
+        for name in ("accuracy", "expected_calibration_error", "negative_log_likelihood")
+    }
+    words += " DATALOADER.NUM_WORKERS 2"
+    killed = on_ranks(num_ranks, run_killed, texts, tmp_path / "killed", words, 7)
+    assert [rank.code for rank in killed] == [-signal.SIGKILL] * num_ranks, killed[0].printed
+    resumed = on_ranks(num_ranks, run_on_a_rank, texts, tmp_path / "killed", f"{words} --resume")
+    assert [rank.code for rank in resumed] == [0] * num_ranks, resumed[0].printed
+    assert ended_alike(tmp_path / "run", tmp_path / "killed")
+    assert (tmp_path / "run/model_best.json").exists()
+
+
+def test_your_own_images_are_mirrored_at_random_in_training_only(apply, own_data, tmp_path):
+    train = apply(OWN_DATA)
+    cfg = train.get_cfg()
+    train.merge_settings(cfg, str(ROOT / "cfg.yaml"), arguments("", own_data)[4:])
+    train.check_cfg(cfg, 1)
+    assert train.dataset_size(cfg) == 64
+
+    def drawn():
+        loader = train.build_train_loader(cfg, 0, train.build_train_sampler)
+        return [batch for _, (batch,) in zip(range(4), loader)]  # an epoch
+
+    def drawn_with(probability):
+        cfg.DATASETS.FLIP = probability
+        return torch.cat([batch["images"] for batch in drawn()])
+
+    for name, counts in (("class_balanced", [32, 32]), ("uniform", [48, 16])):
+        cfg.DATALOADER.SAMPLER_TRAIN = name
+        labels = torch.cat([batch["labels"] for batch in drawn()])
+        assert labels.bincount().tolist() == counts
+    plain, some, every = map(drawn_with, (0.0, 0.5, 1.0))
+    assert torch.equal(every, plain.flip(3))
+    is_mirrored = (some == every).flatten(1).all(dim=1)
+    assert ((some == plain).flatten(1).all(dim=1) != is_mirrored).all()
+    assert 16 < is_mirrored.sum() < 48
+    cfg.DATASETS.FLIP = 0.5
+    datasets = []
+    for cfg.SEED in (0, 0, 1):
+        dataset, _ = sys.modules["data"].build_dataset(cfg, ["train"], train=True)
+        datasets.append(torch.stack([dataset[0, index]["images"] for index in range(64)]))
+    assert torch.equal(datasets[0], datasets[1])
+    assert not torch.equal(datasets[0], datasets[2])
+    test = torch.cat([batch["images"] for batch in train.build_test_loader(cfg, "val")])
+    files = sorted((tmp_path / "images/val").glob("*/*.npy"))
+    assert torch.equal(test, torch.stack([torch.from_numpy(np.load(f)) for f in files]) / 255)
+
+
+def test_a_folder_without_your_images_is_one_line(apply, tmp_path):
+    train = apply(OWN_DATA)
+    with pytest.raises(comm.SettingsError, match=r"^DATASETS.PATH: .* no file train/CLASS/\*.npy$"):
+        run(train, tmp_path / "run", f"DATASETS.PATH {tmp_path}")
+
+
+GAN_WORDS = "SOLVER.BASE_LR 0.02 SOLVER.MOMENTUM 0.5"
+
+
+def test_a_gan_takes_the_steps_of_a_plain_loop(apply, tmp_path):
+    train = apply(GAN)
+    words = f"{GAN_WORDS} SOLVER.WEIGHT_DECAY 0.0 SOLVER.LR_SCHEDULER_NAME constant"
+    results = run(train, tmp_path / "run", f"{words} SOLVER.WARMUP_ITERS 0 SOLVER.ACCUM_STEPS 2")
+    assert 0 < results["digits_test/frechet_distance"] < 64
+
+    cfg = train.get_cfg()
+    train.merge_settings(cfg, str(ROOT / "cfg.yaml"), arguments("", "SOLVER.ACCUM_STEPS 2")[4:])
+    train.set_random_state(cfg.SEED)
+    model = train.build_model(cfg)
+    optimizers = {
+        name: torch.optim.SGD(model.get_submodule(name).parameters(), lr=0.02, momentum=0.5)
+        for name in ("critic", "generator")
+    }
+    for iteration, batches in zip(range(12), train.build_train_loader(cfg, 0)):
+        train.set_random_state(cfg.SEED, iteration)
+        for name, optimizer in optimizers.items():
+            model.zero_grad()
+            for data in batches:
+                (sum(model(data, name).values()) / 2).backward()
+            optimizer.step()
+    state = torch.load(tmp_path / "run/model_final.pth")["model"]
+    for name, value in model.state_dict().items():
+        assert torch.allclose(value, state[name], atol=1e-5), name
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_gan_resumes_to_the_bit_after_a_kill(num_ranks, on_ranks, tmp_path):
+    texts = {"train.py": (ROOT / "train.py").read_text(), **edited(GAN)}
+    words = f"{GAN_WORDS} SOLVER.OPTIMIZER AdamW SOLVER.ACCUM_STEPS 2 SOLVER.CLIP_GRAD_NORM 1.0"
+    straight = on_ranks(num_ranks, run_on_a_rank, texts, tmp_path / "run", words)
+    assert [rank.code for rank in straight] == [0] * num_ranks, straight[0].printed
+    killed = on_ranks(num_ranks, run_killed, texts, tmp_path / "killed", words, 7)
+    assert [rank.code for rank in killed] == [-signal.SIGKILL] * num_ranks, killed[0].printed
+    resumed = on_ranks(num_ranks, run_on_a_rank, texts, tmp_path / "killed", f"{words} --resume")
+    assert [rank.code for rank in resumed] == [0] * num_ranks, resumed[0].printed
+    assert ended_alike(tmp_path / "run", tmp_path / "killed")
+    final = torch.load(tmp_path / "run/model_final.pth")
+    assert final["critic_scheduler"] == final["scheduler"]
+
+
+def passes_of_a_gan_on_a_rank(texts, output, words):
+    """The sums of the weights on this rank in each pass of the training, of images elsewhere."""
+    train, passes = load(texts), {"training": [], "evaluation": []}
+    build_parallel = train.build_parallel
+
+    def record(model, _, output):
+        if model.training:
+            sums = [each.double().sum().item() for each in model.parameters()]
+            passes["training"].append(sums)
+        else:
+            passes["evaluation"].append(output.double().sum().item())
+
+    def recorded(cfg, model):
+        model = build_parallel(cfg, model)
+        model.register_forward_hook(record)
+        return model
+
+    train.build_parallel = recorded
+    run(train, output, words)
+    return passes
+
+
+def test_ranks_of_a_gan_have_the_same_weights_and_make_other_images(on_ranks, tmp_path):
+    texts = {"train.py": (ROOT / "train.py").read_text(), **edited(GAN)}
+    ranks = on_ranks(2, passes_of_a_gan_on_a_rank, texts, tmp_path / "run", GAN_WORDS)
+    assert [rank.code for rank in ranks] == [0, 0], ranks[0].printed
+    one, other = (rank.result for rank in ranks)
+    assert one["training"] == other["training"]
+    assert len({tuple(sums) for sums in one["training"]}) == len(one["training"]) == 24
+    assert all(map(float.__ne__, one["evaluation"], other["evaluation"]))
+
+
+def poison(train, *iterations):
+    """Real images are not finite in these iterations."""
+    build = train.build_train_loader
+
+    def build_train_loader(cfg, start_iter, *others):
+        for iteration, batches in enumerate(build(cfg, start_iter, *others), start_iter):
+            if iteration in iterations:
+                batches = [{**data, "images": data["images"] * torch.nan} for data in batches]
+            yield batches
+
+    train.build_train_loader = build_train_loader
+
+
+@pytest.mark.parametrize("precision", ["float32", "float16"])
+def test_each_player_of_a_gan_leaves_out_its_own_steps_and_a_resume_is_exact(
+    apply, tmp_path, precision
+):
+    train = apply(GAN)
+    poison(train, 4, 6)
+    words = f"{GAN_WORDS} SOLVER.NONFINITE skip LOG_PERIOD 1 LOG_WINDOW 1 TEST.EVAL_PERIOD 0"
+    if precision == "float16":
+        words += " SOLVER.AMP.ENABLED True SOLVER.AMP.DTYPE float16"
+    run(train, tmp_path / "run", words)
+    rows = rows_of(tmp_path / "run")[3:]  # the first scales of float16 are too large
+    skips = [row["critic/skips"] - rows[0]["critic/skips"] for row in rows]
+    assert skips == [0, 1, 1, 2, 2, 2, 2, 2, 2]
+    assert len({row["skips"] for row in rows}) == 1
+    before, after = (torch.load(tmp_path / f"run/model_000000{i}.pth") for i in (3, 7))
+    weights = [file["model"]["generator.0.weight"] for file in (before, after)]
+    assert not torch.equal(*weights)
+    assert all(value.isfinite().all() for value in after["model"].values())
+    if precision == "float16":
+        scales = [[file[f"{part}scaler"]["scale"] for file in (before, after)]
+                  for part in ("", "critic_")]  # fmt: skip
+        assert [one / other for one, other in scales] == [1, 4]
+    for iteration in (3, 5):
+        copy = rewound(tmp_path / "run", tmp_path / f"from {iteration}", iteration)
+        run(train, copy, f"{words} --resume")
+        assert ended_alike(tmp_path / "run", copy)
+
+
+def test_steps_that_one_player_of_a_gan_always_leaves_out_are_an_error(apply, tmp_path):
+    train = apply(GAN)
+    poison(train, *range(3, 12))
+    words = f"{GAN_WORDS} SOLVER.NONFINITE skip SOLVER.MAX_SKIPS 4 LOG_PERIOD 1"
+    with pytest.raises(comm.NonFiniteError, match="iteration 6 .*critic/skips_in_a_row"):
+        run(train, tmp_path / "run", words)

@@ -65,12 +65,14 @@ def main():
     torch.set_num_threads(1)
     logging.basicConfig(level=logging.ERROR)
     sys.path.insert(0, str(args.project))
+    from hardware import refuse_what_is_not_finite
     from plumbing.checkpoint import Checkpointer
 
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         small = Checkpointer(nn.Linear(2, 2), folder, optimizer=make_state(0.1)[1])
         small.save("warm_up")
         model, optimizer = make_state(args.megabytes)
+        refuse_what_is_not_finite(model)  # as in a run
         checkpointer = Checkpointer(model, folder, optimizer=optimizer)
         before = peak_memory()
         checkpointer.save("model_0000000")
