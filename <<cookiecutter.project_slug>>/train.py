@@ -94,7 +94,7 @@ def do_train(cfg, model, resume=False):
     )
     extra = checkpointer.resume_or_load(cfg.MODEL.WEIGHTS, resume=resume)
     start_iter, max_iter = extra.get("iteration", -1) + 1, cfg.SOLVER.MAX_ITER
-    eval_period = cfg.TEST.EVAL_PERIOD
+    seed, rank, eval_period = cfg.SEED, comm.get_rank(), cfg.TEST.EVAL_PERIOD
     periods = cfg.LOG_PERIOD, cfg.SOLVER.CHECKPOINT_PERIOD, eval_period
     periodic_checkpointer = PeriodicCheckpointer(
         checkpointer, cfg.SOLVER.CHECKPOINT_PERIOD, max_iter, cfg.SOLVER.CHECKPOINTS_TO_KEEP
@@ -113,7 +113,7 @@ def do_train(cfg, model, resume=False):
         results = catch_up(cfg, model, start_iter - 1, periods, writers, best_checkpointer)
         for iteration, batches in zip(range(start_iter, max_iter), timer):
             storage.iter = iteration
-            set_random_state(cfg.SEED, iteration, comm.get_rank())
+            set_random_state(seed, iteration, rank)
 
             for data in batches:
                 with gradient_sync(model, enabled=data is batches[-1]):
@@ -140,7 +140,7 @@ def do_train(cfg, model, resume=False):
                     writer.write()
 
             # Save before evaluating: a bug in an evaluator must not cost the run.
-            periodic_checkpointer.step(iteration, force=stop, seed=cfg.SEED)
+            periodic_checkpointer.step(iteration, force=stop, seed=seed)
             if stop:
                 return None
 
