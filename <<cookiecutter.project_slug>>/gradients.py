@@ -122,7 +122,7 @@ class SkippingScaler(OverflowScaler):
 
     def step(self, optimizer):
         bad = self.bad
-        optimizer.grad_scale, optimizer.found_inf = None, bad.float().reshape(1)
+        optimizer.grad_scale, optimizer.found_inf = None, bad.float()
         super().step(optimizer)
         with torch.no_grad():
             for buffer, kept in zip(self.buffers, self.kept or ()):

@@ -190,16 +190,15 @@ class CSVWriter(EventWriter):
             return None
         with open(self._path, newline="", encoding="utf-8", errors="replace") as file:
             lines = [line for line in file if line.endswith("\n")]
+        header, *lines = [_cells(line) for line in lines] or [[]]
         rows, num_lost = [], 0
-        with contextlib.suppress(csv.Error):
-            for row in csv.DictReader(io.StringIO("".join(lines))):
-                try:
-                    iteration = int(row["iteration"]) if None not in row else None
-                except (ValueError, TypeError, KeyError):
-                    iteration = None
-                num_lost += iteration is None
-                if iteration is not None and iteration < limit:
+        for cells in lines:
+            row = dict(zip(header, cells))
+            if len(cells) == len(header) and row.get("iteration", "").isdigit():
+                if int(row["iteration"]) < limit:
                     rows.append({name: cell for name, cell in row.items() if cell})
+            else:
+                num_lost += 1
         if num_lost:
             logger.warning("%s: %d lines are no results, and are dropped", self._path, num_lost)
         return rows
@@ -213,6 +212,14 @@ class CSVWriter(EventWriter):
 
     def _writer(self, file):
         return csv.DictWriter(file, ["iteration", *self._names], lineterminator="\n")
+
+
+def _cells(line):
+    """Those of one line; a stray quote reaches no further."""
+    try:
+        return next(csv.reader([line], strict=True), [])
+    except csv.Error:
+        return []
 
 
 def _latest_results(datasets):

@@ -16,12 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler, record
 
 from plumbing import comm
 from plumbing.comm import SettingsError
 
-_NO_SPACE = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
 _FILES = r"(log\.txt.*|(config|results|metrics)\.\w+|last_checkpoint|model_\w+\.\w+)(\.tmp)?"
 _locks = []  # files that stay open
 
@@ -42,8 +41,9 @@ def _one_line(main: Callable[..., Any], args: tuple) -> int | str | None:
         return stop.code
     except (SettingsError, comm.NonFiniteError, OSError) as error:
         advice = ": make room, then --resume" if isinstance(error, OSError) else ""
-        if advice and error.errno not in _NO_SPACE:
+        if advice and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
+        get_error_handler().record_exception(error)  # or torchrun would blame another rank
         rank, torchrun = os.environ.get("RANK", "0"), "TORCHELASTIC_RUN_ID" in os.environ
         if rank != "0" and torchrun:
             time.sleep(10)  # it ends this rank meanwhile, unless the first one has no such error

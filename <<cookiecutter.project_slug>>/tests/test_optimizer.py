@@ -734,3 +734,24 @@ def test_float16_without_a_finite_gradient_for_long_is_an_error_in_the_end():
             scaler.update()
         with pytest.raises(NonFiniteError, match="iteration 5[0-9] .*grad_scale nan"):
             storage.reduce(scaler.must_be_finite)
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad"])
+@pytest.mark.parametrize("float16", [False, True])
+def test_every_fused_optimizer_leaves_out_the_steps_of_bad_gradients(name, float16):
+    cfg = settings(NONFINITE="skip", OPTIMIZER=name, MOMENTUM=0.0)
+    cfg.SOLVER.AMP.ENABLED, cfg.SOLVER.AMP.DTYPE = float16, "float16"
+    model = nn.Linear(1, 1, bias=False)
+    optimizer, scaler = build_optimizer(cfg, model), build_grad_scaler(cfg, model)
+    moved = []
+    with EventStorage() as storage:
+        for storage.iter, value in enumerate((math.nan, 1.0, math.nan, 1.0)):
+            before = model.weight.item()
+            scaler.scale(model(torch.full((1,), value)).sum()).backward()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            moved.append(model.weight.item() != before)
+    assert moved == [False, True, False, True]
+    assert storage.latest()["skips"] == (2.0, 3)

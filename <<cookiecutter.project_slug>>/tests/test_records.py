@@ -393,3 +393,22 @@ def test_the_printer_ends_with_the_memory_of_a_gpu(lines):
         storage.put_scalars(lr=0.1, max_mem=1234.5, smoothing_hint=False)
         CommonMetricPrinter().write()
     assert lines() == [" iter: 0  loss: 1  lr: 0.1  max_mem: 1234M"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "left", "num_lost"),
+    [
+        (("4,0.5", '4,"0.5'), ["9"], 1),
+        (("4,0.5", "x,0.5"), ["9"], 1),
+        (("iteration", 'iter"ation'), [], 2),
+        (("4,0.5", "4,0.5,1"), ["9"], 1),
+    ],
+)
+def test_lines_of_results_that_are_damaged_are_dropped_alone_and_told(
+    tmp_path, caplog, damage, left, num_lost
+):
+    path = tmp_path / "results.csv"
+    path.write_text("iteration,set/a\n4,0.5\n9,0.75\n".replace(*damage))
+    evaluate(path, {14: {"set/a": 1.0}}, start_iter=14)
+    assert [row["iteration"] for row in read_csv(path)] == [*left, "14"]
+    assert f"{num_lost} lines are no results" in caplog.text
