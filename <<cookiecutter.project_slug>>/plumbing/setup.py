@@ -43,7 +43,8 @@ def _one_line(main: Callable[..., Any], args: tuple) -> int | str | None:
         advice = ": make room, then --resume" if isinstance(error, OSError) else ""
         if advice and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
-        get_error_handler().record_exception(error)  # or torchrun would blame another rank
+        if advice:
+            get_error_handler().record_exception(error)  # or torchrun may blame another rank
         rank, torchrun = os.environ.get("RANK", "0"), "TORCHELASTIC_RUN_ID" in os.environ
         if rank != "0" and torchrun:
             time.sleep(10)  # it ends this rank meanwhile, unless the first one has no such error

@@ -19,8 +19,7 @@ class PeriodicCheckpointer:
     ) -> None:  # fmt: skip
         if max_to_keep is not None and max_to_keep < 1:
             raise ValueError(f"max_to_keep must be at least 1, or None for all: {max_to_keep}")
-        self.checkpointer = checkpointer
-        self.period, self.max_iter = period, max_iter
+        self.checkpointer, self.period, self.max_iter = checkpointer, period, max_iter
         self.max_to_keep, self.file_prefix = max_to_keep, file_prefix
 
     def step(self, iteration: int, force: bool = False, **kwargs: Any) -> None:
