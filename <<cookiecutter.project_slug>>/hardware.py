@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import os
 import platform
 import subprocess
@@ -102,14 +103,17 @@ def refuse_what_is_not_finite(model):
 
 
 def _not_finite(state):
-    tensors = {
-        name: value
-        for name, value in state.items()
-        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel() > 0
-    }
-    extremes = [torch.stack(torch.aminmax(value.detach().float())) for value in tensors.values()]
-    finite = torch.stack(extremes).isfinite().all(dim=1).tolist() if extremes else []
-    return [name for name, fine in zip(tensors, finite) if not fine]
+    """Names of the tensors that are not; one pass over each, without a copy of it."""
+    names = []
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor) or nn.parameter.is_lazy(value):
+            continue
+        if value.is_floating_point() and value.numel() > 0:
+            wide = value.dtype in (torch.float32, torch.float64)
+            low, high = torch.aminmax(value.detach() if wide else value.detach().float())
+            if not (math.isfinite(low) and math.isfinite(high)):
+                names.append(name)
+    return names
 
 
 class OrderedDDP(DistributedDataParallel):

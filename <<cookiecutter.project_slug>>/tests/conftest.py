@@ -4,6 +4,7 @@ A rank is a process that is forked off a server which holds torch already, and t
 where one of torchrun takes six.
 """
 
+import collections
 import contextlib
 import json
 import logging
@@ -22,8 +23,11 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests are for the CPU, wherever t
 
 import torch  # noqa: E402
 from torch.distributed import TCPStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
+from defaults import get_cfg
+from plumbing import comm
 from plumbing.setup import launch
 
 ROOT = Path(train.__file__).parent
@@ -157,3 +161,47 @@ def lines(caplog):
     """Call it for what was logged so far."""
     caplog.set_level(logging.INFO, logger="records")
     return lambda: caplog.messages
+
+
+@contextlib.contextmanager
+def counted_waits():
+    """Inside, counts how often tensors are read, and the collectives: {"reads": 0, ...}."""
+    counts = collections.Counter()
+
+    class Watch(TorchDispatchMode):  # sees item(), float(), bool() and the like, and collectives
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            counts["reads"] += function is torch.ops.aten._local_scalar_dense.default
+            counts["collectives"] += function.namespace == "c10d"
+            return function(*args, **(kwargs or {}))
+
+    def reading(function):
+        def read(*args, **kwargs):
+            counts["reads"] += 1
+            return function(*args, **kwargs)
+
+        return read
+
+    with pytest.MonkeyPatch.context() as patch, Watch():
+        for name in ("tolist", "numpy", "cpu"):
+            patch.setattr(torch.Tensor, name, reading(getattr(torch.Tensor, name)))
+        yield counts
+
+
+@pytest.fixture
+def as_rank(monkeypatch):
+    """as_rank(rank, world_size): be one of several ranks."""
+
+    def be(rank, world_size):
+        monkeypatch.setattr(comm, "get_rank", lambda: rank)
+        monkeypatch.setattr(comm, "get_world_size", lambda: world_size)
+
+    return be
+
+
+def settings(**solver):
+    """The defaults, on the CPU, with other settings of SOLVER."""
+    cfg = get_cfg()
+    cfg.MODEL.DEVICE = "cpu"
+    for key, value in solver.items():
+        cfg.SOLVER[key] = value
+    return cfg

@@ -1,6 +1,5 @@
 """Evaluation: right numbers, one pass, few messages, and a run that answers for its results."""
 
-import collections
 import json
 import logging
 import math
@@ -8,12 +7,11 @@ import re
 
 import pytest
 import torch
-from conftest import arguments, own_log, parse, train_here
+from conftest import arguments, counted_waits, own_log, parse, train_here
 from models import Tiny
 from ranks import run_on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import evaluation
 import train
@@ -97,20 +95,7 @@ def evaluate_in_batches():
 
 def count_costs():
     """Reads of tensors at each batch; collectives of the whole evaluation of one test set."""
-    counts, per_batch = collections.Counter(), []
-
-    class Watch(TorchDispatchMode):  # sees item(), float(), bool() and the like, and collectives
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            counts["reads"] += function is torch.ops.aten._local_scalar_dense.default
-            counts["collectives"] += function.namespace == "c10d"
-            return function(*args, **(kwargs or {}))
-
-    def reading(function):
-        def read(*args, **kwargs):
-            counts["reads"] += 1
-            return function(*args, **kwargs)
-
-        return read
+    per_batch = []
 
     def watched(data):
         for batch in data:
@@ -120,9 +105,7 @@ def count_costs():
 
     model = build_parallel(cpu_settings(), nn.Sequential(Given(), nn.Linear(10, 10)))
     assert isinstance(model, DistributedDataParallel)
-    with pytest.MonkeyPatch.context() as patch, Watch():
-        for name in ("tolist", "numpy", "cpu"):
-            patch.setattr(torch.Tensor, name, reading(getattr(torch.Tensor, name)))
+    with counted_waits() as counts:
         inference_on_dataset(model, watched(batches(samples(), 4)), evaluators())
     return {"reads": per_batch, "collectives": counts["collectives"]}
 

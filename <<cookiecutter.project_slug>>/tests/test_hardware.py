@@ -166,3 +166,14 @@ def test_weights_and_statistics_that_are_not_finite_are_not_saved(tmp_path, name
     with pytest.raises(NonFiniteError, match=rf"not saved: {name}; last good.*good\.pth"):
         checkpointer.save("bad")
     assert {path.name for path in tmp_path.iterdir()} == {"good.pth", "last_checkpoint"}
+
+
+def test_large_numbers_and_layers_without_a_shape_yet_are_no_fault():
+    model = nn.Sequential(nn.LazyLinear(2), nn.Linear(2, 2).double(), nn.Linear(2, 2).bfloat16())
+    with torch.no_grad():
+        model[1].weight.fill_(1e300)
+    build_parallel(with_settings(), model).state_dict()
+    with torch.no_grad():
+        model[2].bias.fill_(math.nan)
+    with pytest.raises(NonFiniteError, match=r"not saved: 2\.bias;"):
+        model.state_dict()

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from conftest import train_here
+from conftest import settings, train_here
 from torch import nn
 
 from defaults import get_cfg
@@ -21,14 +21,6 @@ from optimizer import (
 )
 from plumbing.comm import NonFiniteError, SettingsError
 from plumbing.events import EventStorage
-
-
-def settings(**solver):
-    cfg = get_cfg()
-    cfg.MODEL.DEVICE = "cpu"
-    for key, value in solver.items():
-        cfg.SOLVER[key] = value
-    return cfg
 
 
 def error_of(function, *args):

@@ -6,7 +6,6 @@ from itertools import chain, islice
 import numpy as np
 import pytest
 
-from plumbing import comm
 from plumbing.samplers import (
     InferenceSampler,
     TrainingBatchSampler,
@@ -14,17 +13,6 @@ from plumbing.samplers import (
     random_bits,
     sample_keys,
 )
-
-
-@pytest.fixture
-def as_rank(monkeypatch):
-    """as_rank(rank, world_size): be one of several ranks."""
-
-    def be(rank, world_size):
-        monkeypatch.setattr(comm, "get_rank", lambda: rank)
-        monkeypatch.setattr(comm, "get_world_size", lambda: world_size)
-
-    return be
 
 
 def order(size, seed=0, epoch=0):

@@ -42,17 +42,6 @@ def settings(tmp_path, words=""):
     return cfg
 
 
-@pytest.fixture
-def as_rank(monkeypatch):
-    """as_rank(rank, world_size): be one of several ranks."""
-
-    def be(rank, world_size):
-        monkeypatch.setattr(comm, "get_rank", lambda: rank)
-        monkeypatch.setattr(comm, "get_world_size", lambda: world_size)
-
-    return be
-
-
 def drawn(cfg, num_iters, start_iter=0, labels=LABELS):
     """The keys of the first iterations, in their order, as tuples."""
     size = round(cfg.DATALOADER.RANDOM_SUBSET_RATIO * sum(map(len, labels)))

@@ -11,23 +11,15 @@ import warnings
 
 import pytest
 import torch
-from conftest import ROOT, arguments, own_log
+from conftest import ROOT, arguments, own_log, settings
 from torch import nn
 from torch.optim import lr_scheduler
 
 import schedule
-from defaults import check_cfg, get_cfg
+from defaults import check_cfg
 from optimizer import build_optimizer
 from plumbing.comm import SettingsError
 from schedule import LRMultiplier, MomentumCycle, build_lr_scheduler
-
-
-def settings(**solver):
-    cfg = get_cfg()
-    cfg.MODEL.DEVICE = "cpu"
-    for key, value in solver.items():
-        cfg.SOLVER[key] = value
-    return cfg
 
 
 def rates(num=None, model=None, **solver):

@@ -1,6 +1,5 @@
 """What train.py promises: it runs, a resumed run is the same run, it stops in time, it refuses."""
 
-import collections
 import contextlib
 import itertools
 import json
@@ -14,11 +13,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TORCHRUN, arguments, own_log, parse, shell, train_here
+from conftest import (
+    ROOT,
+    TORCHRUN,
+    arguments,
+    counted_waits,
+    own_log,
+    parse,
+    shell,
+    train_here,
+)
 from models import Faulty, Tiny
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from defaults import get_cfg
@@ -689,20 +696,7 @@ def test_weights_of_another_run_start_at_iteration_0(straight, tmp_path):
 
 def count_waits(output, words):
     """For each batch, [reads of tensors, collectives] between it and the next one."""
-    counts, per_batch, build = collections.Counter(), [], train.build_train_loader
-
-    class Watch(TorchDispatchMode):  # sees item(), float(), bool() and the like, and collectives
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            counts["reads"] += function is torch.ops.aten._local_scalar_dense.default
-            counts["collectives"] += function.namespace == "c10d"
-            return function(*args, **(kwargs or {}))
-
-    def reading(function):
-        def read(*args, **kwargs):
-            counts["reads"] += 1
-            return function(*args, **kwargs)
-
-        return read
+    per_batch, build = [], train.build_train_loader
 
     def watched_loader(*args):
         for batches in build(*args):
@@ -710,10 +704,8 @@ def count_waits(output, words):
             yield batches
             per_batch.append([counts["reads"], counts["collectives"]])
 
-    with pytest.MonkeyPatch.context() as patch, Watch():
+    with pytest.MonkeyPatch.context() as patch, counted_waits() as counts:
         patch.setattr(train, "build_train_loader", watched_loader)
-        for name in ("tolist", "numpy", "cpu"):
-            patch.setattr(torch.Tensor, name, reading(getattr(torch.Tensor, name)))
         train_here(output, words)
     return per_batch
 
