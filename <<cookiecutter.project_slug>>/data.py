@@ -199,7 +199,10 @@ class Loader(DataLoader):
 
 def _end(workers):
     """End these processes; raise if one of them had died, or was about to."""
-    multiprocessing.connection.wait([worker.sentinel for worker in workers], timeout=0.5)
+    ended = multiprocessing.connection.wait([worker.sentinel for worker in workers], timeout=1)
+    for worker in workers:
+        if worker.sentinel in ended:
+            worker.join()  # its files are closed already, but it may not have ended quite yet
     codes = [worker.exitcode for worker in workers if worker.exitcode]
     for worker in workers:
         worker.kill()  # one that waits for a lock of the dead would not end by itself

@@ -39,7 +39,7 @@ def bench(monkeypatch):
 
 def run(*words, **env):
     command, env = [sys.executable, *map(str, words)], {**os.environ, **env}
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
 
 
 @pytest.fixture(scope="module")

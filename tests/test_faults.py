@@ -46,7 +46,7 @@ def environment():
 
 
 def run(project, command, **kwargs):
-    options = {"capture_output": True, "text": True, "timeout": 120, **kwargs}
+    options = {"capture_output": True, "text": True, "timeout": 600, **kwargs}
     return subprocess.run(command, cwd=project, env=environment(), **options)
 
 
@@ -100,7 +100,7 @@ def test_a_signal_to_torchrun_saves_ends_all_processes_and_a_resume_ends_the_sam
     while not (output / "metrics.json").exists() and time.monotonic() < deadline:
         time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=60)
+    process.communicate(timeout=300)
     stops = [
         re.findall(r"Stopping after iteration (\d+)", (output / name).read_text())
         for name in ("log.txt", "log.txt.rank1")

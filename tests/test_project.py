@@ -102,13 +102,16 @@ def test_do_train_stays_short_and_asks_little(trees):
     assert sum(isinstance(node, ast.If) for node in ast.walk(do_train)) <= 3
 
 
-def run(command, cwd, timeout=240):
+def run(command, cwd, timeout=900):
     """Run a command in a project and return what it printed; a failure shows all of it."""
     env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    done = subprocess.run(
-        command, cwd=cwd, env=env, timeout=timeout, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+    try:
+        done = subprocess.run(
+            command, cwd=cwd, env=env, timeout=timeout, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        pytest.fail(f"{' '.join(command)}: not done in {timeout} s\n{error.stdout.decode()}")
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}"
     return done.stdout
 

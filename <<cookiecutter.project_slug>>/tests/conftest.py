@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,6 +34,7 @@ from plumbing.setup import launch
 ROOT = Path(train.__file__).parent
 TIMEOUT = 120  # seconds after which a process is taken to hang
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+LAUNCHERS = {1: (), 2: TORCHRUN}  # number of ranks: what stands before train.py
 SMALL = """
     MODEL.DEVICE cpu MODEL.WIDTH 8 DATALOADER.NUM_WORKERS 0 SOLVER.BATCH_SIZE 240 SOLVER.MAX_ITER 12
     SOLVER.BASE_LR 0.3 SOLVER.WARMUP_ITERS 2 LOG_PERIOD 3 SOLVER.CHECKPOINT_PERIOD 2
@@ -40,6 +42,7 @@ SMALL = """
 """  # an epoch ends within iteration 5, the next within 11
 
 torch.set_num_threads(1)  # as everywhere below: then sums are the same to the bit
+os.fsync = lambda descriptor: None  # these files need not outlive a power cut; a disk may take long
 
 
 def arguments(output, words=""):
@@ -81,16 +84,16 @@ class Rank(NamedTuple):
     result: Any  # what the function returned; None when it did not
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="session", autouse=True)
 def server():
-    """Starts the process that ranks are forked off."""
+    """Starts the process that ranks are forked off; it is ready a few seconds later."""
     preload = ["torch._dynamo", "torch.utils.tensorboard", "yacs.config", "pytest"]
     forkserver.set_forkserver_preload(preload)
     forkserver.ensure_running()
 
 
 @pytest.fixture
-def on_ranks(server, tmp_path):
+def on_ranks(tmp_path):
     """on_ranks(number, function, *args) calls a function of a module on ranks: a list of Rank."""
 
     def call(number, function, *args):
@@ -145,6 +148,31 @@ def shell(*words, **env):
         text=True,
         timeout=TIMEOUT,
     )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def begun(request, tmp_path_factory):
+    """{1: a run of train.py from the shell, 2: under torchrun}, which go on beside the tests.
+
+    Each is (output, what becomes the finished process); there are none if no test wants ``runs``.
+    """
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        runs = {}
+        if any("runs" in item.fixturenames for item in request.session.items):
+            for num_ranks, launcher in LAUNCHERS.items():
+                output = tmp_path_factory.mktemp("runs") / "output"
+                done = pool.submit(shell, *launcher, "train.py", *arguments(output))
+                runs[num_ranks] = output, done
+        yield runs
+
+
+@pytest.fixture(scope="session")
+def runs(begun):
+    """{1: output of a process of its own, 2: of two ranks under torchrun}, 12 iterations."""
+    for _, future in begun.values():
+        done = future.result()
+        assert done.returncode == 0, done.stdout + done.stderr
+    return {num_ranks: output for num_ranks, (output, _) in begun.items()}
 
 
 def read_events(folder):

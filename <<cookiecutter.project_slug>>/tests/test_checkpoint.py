@@ -703,7 +703,7 @@ def saves_the_best():
 
 
 @pytest.fixture(scope="module")
-def both(server, tmp_path_factory):
+def both(tmp_path_factory):
     """{name of a check: [what rank 0 returned, what rank 1 returned]}"""
     ranks = run_on_ranks(
         saves_and_resumes,

@@ -133,7 +133,7 @@ CHECKS = (
 
 
 @pytest.fixture(scope="module")
-def both(server):
+def both():
     """{name of a check: [what rank 0 returned, what rank 1 returned]}"""
     ranks = run_on_ranks(*CHECKS)
     return {name: [rank[name] for rank in ranks] for name in ranks[0]}

@@ -121,7 +121,7 @@ def log_of_an_evaluation():
 
 
 @pytest.fixture(scope="module")
-def ranks(server):
+def ranks():
     """What each of two ranks finds: [{name of a function above: what it returns}, ...]."""
     return run_on_ranks(evaluate_in_batches, count_costs, log_of_an_evaluation)
 

@@ -488,7 +488,7 @@ def tells_different_numbers_of_values():
 
 
 @pytest.fixture(scope="module")
-def both(server):
+def both():
     """{name of a check: [what rank 0 returned, what rank 1 returned]}"""
     ranks = run_on_ranks(
         averages_over_ranks,

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from ranks import run_on_ranks
 
-from plumbing import comm
+from plumbing import comm, preemption
 from plumbing.preemption import StopRequest, signals_held
 
 SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
@@ -101,6 +101,7 @@ def test_a_request_that_another_rank_cannot_answer_does_not_hang(monkeypatch):
 
 def stops(asked_rank, asked_iteration, start_iter=0):
     """The last iteration of this rank, the first of them after the signal; -1 if not stopped."""
+    preemption._POLL_SECONDS = 0.05  # of this rank
     with StopRequest(start_iter) as stop:
         for iteration in range(start_iter, 5000):
             if comm.get_rank() == asked_rank and iteration == asked_iteration:
@@ -125,7 +126,7 @@ def goes_on_unless_asked():
 
 
 @pytest.fixture(scope="module")
-def both(server):
+def both():
     """{name of a check: [what rank 0 returned, what rank 1 returned]}"""
     ranks = run_on_ranks(
         stops_all_if_one_is_asked, stops_all_if_all_are_asked, goes_on_unless_asked

@@ -216,9 +216,7 @@ def train_for_ever(folder, may_exist, child_pid, at_work):
 
 
 @pytest.mark.parametrize("may_exist", [False, True])
-def test_a_folder_in_use_is_refused_untouched_until_that_job_is_dead(
-    server, start, tmp_path, may_exist
-):
+def test_a_folder_in_use_is_refused_untouched_until_that_job_is_dead(start, tmp_path, may_exist):
     context = multiprocessing.get_context("forkserver")
     child_pid, at_work = context.Value("i"), context.Event()
     args = str(tmp_path / "run"), False, child_pid, at_work

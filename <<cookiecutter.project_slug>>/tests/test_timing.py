@@ -97,7 +97,7 @@ def laps_of_ranks():
     return timer.lap()
 
 
-def test_the_slowest_rank_counts(server):
+def test_the_slowest_rank_counts():
     expected = {"time": 6.0, "data_time": 5.0, "samples_per_second": 8 / 6.0}
     assert [rank["laps_of_ranks"] for rank in run_on_ranks(laps_of_ranks)] == [expected] * 2
 

@@ -7,13 +7,14 @@ import math
 import os
 import re
 import shutil
-from concurrent.futures import ThreadPoolExecutor
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from conftest import (
+    LAUNCHERS,
     ROOT,
     TORCHRUN,
     arguments,
@@ -36,7 +37,6 @@ from plumbing.settings import merge_settings
 from plumbing.setup import launch, set_random_state
 
 CLOCKS = {"time", "data_time", "samples_per_second", "eta_seconds"}  # differ from run to run
-LAUNCHERS = {1: (), 2: TORCHRUN}  # number of ranks: what stands before train.py
 
 
 def strict(text):
@@ -117,21 +117,6 @@ def train_tiny(output, words):
 
 
 # A run, from the command line.
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory, server):
-    """{1: output of a process of its own, 2: of two ranks under torchrun}, 12 iterations."""
-
-    def start(num_ranks):
-        output = tmp_path_factory.mktemp("runs") / "output"
-        return output, shell(*LAUNCHERS[num_ranks], "train.py", *arguments(output))
-
-    with ThreadPoolExecutor() as pool:  # both at once
-        runs = dict(zip(LAUNCHERS, pool.map(start, LAUNCHERS)))
-    for _, done in runs.values():
-        assert done.returncode == 0, done.stdout + done.stderr
-    return {num_ranks: output for num_ranks, (output, _) in runs.items()}
 
 
 @pytest.fixture(params=LAUNCHERS, ids=["1 process", "2 ranks"])
@@ -645,13 +630,15 @@ def test_the_shell_gets_one_line_and_no_traceback(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"{WRONG}\n")
 
 
-def test_two_ranks_print_the_line_once_even_if_the_first_comes_late(tmp_path):
-    late = 'import os, time\ntime.sleep(os.environ.get("RANK") == "0")\n'
-    (tmp_path / "sitecustomize.py").write_text(late)
-    words = arguments(tmp_path / "run", "SED 1")
-    done = shell(*TORCHRUN, "train.py", *words, PYTHONPATH=str(tmp_path))
-    assert done.returncode != 0
-    assert [line for line in done.stderr.splitlines() if "SED:" in line] == [WRONG]
+def start_late(output):
+    time.sleep(comm.get_local_rank() == 0)
+    return train.main(parse(arguments(output, "SED 1")))
+
+
+def test_two_ranks_print_the_line_once_even_if_the_first_comes_late(on_ranks, tmp_path):
+    ranks = on_ranks(2, start_late, str(tmp_path / "run"))
+    assert all(rank.code != 0 for rank in ranks)
+    assert "".join(rank.printed for rank in ranks) == f"{WRONG}\n"
     assert not (tmp_path / "run").exists()
 
 
