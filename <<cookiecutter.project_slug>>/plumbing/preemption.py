@@ -46,9 +46,8 @@ class StopRequest:
 
     def __init__(self, start_iter: int = 0) -> None:
         self._passed, self._hold, self._stop_at = start_iter - 1, None, None  # iterations
-        self._alone = comm.get_world_size() == 1
         self._asked, self._ended = threading.Event(), threading.Event()
-        self._change = threading.Condition()
+        self._alone, self._change = comm.get_world_size() == 1, threading.Condition()
         self._thread = threading.Thread(target=self._watch, args=[next(_numbers)], daemon=True)
 
     def __enter__(self) -> "StopRequest":
@@ -61,8 +60,9 @@ class StopRequest:
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join(timeout=10)
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
+        for number, handler in self._handlers.items():  # the process ends, asked again or not
+            again = self._asked.is_set() and number != signal.SIGINT
+            signal.signal(number, signal.SIG_IGN if again else handler)
 
     def _ask(self, number: int, _: Any) -> None:
         self._asked.set()

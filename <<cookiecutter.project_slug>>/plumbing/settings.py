@@ -15,9 +15,8 @@ from plumbing.comm import SettingsError
 def merge_settings(cfg: CfgNode, path: str, opts: list[str]) -> None:
     """Set what a YAML file holds, then KEY VALUE pairs such as ["SOLVER.BASE_LR", "0.1"].
 
-    Before a file comes the one that its key _BASE_ names, relative to it, as in fvcore.
-
-    A mistake is a SettingsError that names the source, the key, the value and the remedy.
+    Before a file comes the one that its key _BASE_ names, relative to it, as in fvcore.  A mistake
+    is a SettingsError that names the source, the key, the value and the remedy.
     """
     _merge_file(cfg, path, [])
     for word in opts[::2]:

@@ -29,6 +29,13 @@ def scalar(value):
     return torch.tensor(float(value))
 
 
+def saved(state):
+    """A file in memory."""
+    torch.save(state, file := io.BytesIO())
+    file.seek(0)
+    return file
+
+
 # HistoryBuffer
 
 
@@ -747,6 +754,31 @@ def test_a_histogram_of_nothing_is_not_kept(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_images_and_histograms_of_the_iteration_of_a_checkpoint_are_there_after_a_resume(tmp_path):
+    def write(storage, iterations):
+        for storage.iter in iterations:
+            storage.put_image("image", torch.full((1, 1, 1), storage.iter / 10))
+            storage.put_histogram("weights", torch.ones(storage.iter + 1))
+            writer.write()
+            writer.write()
+
+    writer = TensorboardXWriter(str(tmp_path))
+    with EventStorage() as storage:
+        write(storage, range(3))
+        state = storage.state_dict()
+        write(storage, [3])  # lost with what a kill cuts off
+    writer.close()
+    writer = TensorboardXWriter(str(tmp_path), purge_step=2)
+    with EventStorage(3) as storage:
+        storage.load_state_dict(torch.load(saved(state), weights_only=True))
+        write(storage, [3, 4])
+    writer.close()
+    events = read_events(tmp_path)
+    assert [each.step for each in events.Images("image")] == [0, 1, 2, 3, 4]
+    weights = [(each.step, each.histogram_value.num) for each in events.Histograms("weights")]
+    assert weights == [(step, step + 1) for step in range(5)]
+
+
 def test_cleared_images_and_histograms_are_not_written(tmp_path):
     with EventStorage() as storage:
         storage.put_image("image", torch.zeros(1, 1, 1))
@@ -758,11 +790,10 @@ def test_cleared_images_and_histograms_are_not_written(tmp_path):
 
 
 def test_a_state_survives_a_file_without_pickled_classes():
-    storage, file = EventStorage(), io.BytesIO()
+    storage = EventStorage()
     storage.put_scalars(a=1.0, b=scalar(2))
-    torch.save(storage.state_dict(), file)
-    file.seek(0)
-    assert torch.load(file, weights_only=True)["histories"].keys() == {"a", "b"}
+    state = torch.load(saved(storage.state_dict()), weights_only=True)
+    assert state["histories"].keys() == {"a", "b"}
 
 
 def test_what_is_read_early_because_too_much_waits_is_held_to_the_same_as_the_rest(monkeypatch):

@@ -48,6 +48,16 @@ def test_handlers_are_as_before_also_after_an_exception():
         signal.raise_signal(signal.SIGUSR1)
 
 
+def test_a_signal_after_the_stop_changes_nothing_while_the_process_ends():
+    with StopRequest() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.agreed(0)
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)  # the way out of what hangs
+
+
 def test_each_request_is_its_own():
     with StopRequest() as stop:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -151,10 +161,8 @@ def test_a_rank_whose_torchrun_is_gone_dies_of_a_signal_as_any_program_does(monk
     monkeypatch.setattr(comm, "get_world_size", lambda: 2)
     monkeypatch.setattr(signal, "raise_signal", raised.append)
     monkeypatch.setattr(StopRequest, "_watch", lambda self, number: None)  # the store is gone
-    before = signal.getsignal(signal.SIGUSR1)
     with StopRequest() as request:
         request._thread.join()
         os.kill(os.getpid(), signal.SIGUSR1)
         assert raised == [signal.SIGUSR1]
         assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
-    assert signal.getsignal(signal.SIGUSR1) == before

@@ -37,8 +37,7 @@ class EventStorage:
     """
 
     def __init__(self, start_iter: int = 0) -> None:
-        self.iter = start_iter
-        self._prefix = ""
+        self.iter, self._prefix = start_iter, ""
         self._histories: dict[str, HistoryBuffer] = {}
         self._hints: dict[str, bool] = {}
         self._puts: dict[str, tuple[int, float, int]] = {}  # where several: iteration, sum, count
@@ -84,8 +83,7 @@ class EventStorage:
             if value.ndim > 0 and value.numel() != 1:
                 raise ValueError(f"scalar {name}: needs one element, got {tuple(value.shape)}")
             # A result of autograd is fresh; memory of another tensor may be changed by its owner.
-            is_owned = value.is_leaf or value._is_view()
-            value = value.detach().clone() if is_owned else value.detach()
+            value = value.detach().clone() if value.is_leaf or value._is_view() else value.detach()
             self._waiting.append((self._hint(name, smoothing_hint), iteration, [value]))
         else:
             self._record(self._hint(name, smoothing_hint), float(value), iteration)
@@ -117,14 +115,13 @@ class EventStorage:
     def put_histogram(self, hist_name: str, hist_tensor: torch.Tensor, bins: int = 1000) -> None:
         """Keep the histogram of a tensor's finite elements; reads it, so on a GPU this waits."""
         values = hist_tensor.detach().float().flatten().cpu()
-        values = values[values.isfinite()]
-        if len(values):
-            low, high = values.min().item(), values.max().item()
+        if len(values := values[values.isfinite()]):
             counts, edges = torch.histogram(values, bins)  # widens a range of one value itself
+            limits = {"min": values.min().item(), "max": values.max().item(), "num": len(values)}
             sums = {"sum": values.sum().item(), "sum_squares": values.square().sum().item()}
             buckets = {"bucket_limits": edges[1:].tolist(), "bucket_counts": counts.tolist()}
-            what = {"tag": self._prefix + hist_name, "global_step": self.iter, "num": len(values)}
-            self._histogram_data.append({**what, "min": low, "max": high, **sums, **buckets})
+            histogram = {**limits, **sums, **buckets}
+            self._histogram_data.append((self._prefix + hist_name, histogram, self.iter))
 
     def clear_images(self) -> None:
         self._vis_data.clear()
@@ -219,10 +216,13 @@ class EventStorage:
 
     def state_dict(self) -> dict:
         histories = {name: history.state_dict() for name, history in self.histories().items()}
-        return {"histories": histories, "smoothing_hints": dict(self._hints)}
+        media = {"images": list(self._vis_data), "histograms": list(self._histogram_data)}
+        return {"histories": histories, "smoothing_hints": dict(self._hints), **media}
 
     def load_state_dict(self, state: dict) -> None:
         self._hints = dict(state["smoothing_hints"])
+        self._vis_data.extend(map(tuple, state.get("images", ())))
+        self._histogram_data.extend(map(tuple, state.get("histograms", ())))
         for name, history in state["histories"].items():
             self._histories[name] = HistoryBuffer(_HISTORY_LENGTH)
             self._histories[name].load_state_dict(history)

@@ -104,26 +104,27 @@ class TensorboardXWriter(EventWriter):
         name = f"events.out.tfevents.{time.time():.6f}.{platform.node()}.{os.getpid()}"
         self._path = os.path.join(log_dir, f"{name}.{next(_numbers)}")
         self._scalars, self._purge_step = _NewScalars(window_size, purge_step or 0), purge_step
-        self._records = None
+        self._records, self._written = None, set()
 
     def write(self) -> None:
         storage = get_event_storage()
-        rows = self._scalars.pick(storage)
-        if not (rows or storage._vis_data or storage._histogram_data):
+        rows, media = self._scalars.pick(storage), (storage._vis_data, storage._histogram_data)
+        images, histograms = ([e for e in each if id(e) not in self._written] for each in media)
+        if not (rows or images or histograms):
             return
         from torch.utils.tensorboard import summary  # slow: only when used
 
         for iteration, row in sorted(rows.items()):
             values = [summary.Summary.Value(tag=name, simple_value=row[name]) for name in row]
             self._add(step=iteration, summary=summary.Summary(value=values))
-        for name, image, iteration in storage._vis_data:
+        for name, image, iteration in images:
             self._add(step=iteration, summary=summary.image(name, image, dataformats="CHW"))
-        for each in storage._histogram_data:
-            numbers = {key: each[key] for key in each if key not in ("tag", "global_step")}
-            histogram = summary.histogram_raw(each["tag"], **numbers)
-            self._add(step=each["global_step"], summary=histogram)
-        storage.clear_images()
-        storage.clear_histograms()
+        for name, numbers, iteration in histograms:
+            self._add(step=iteration, summary=summary.histogram_raw(name, **numbers))
+        for each in media:  # those of this iteration stay, for a resume from its checkpoint
+            while each and each[0][2] < storage.iter:
+                each.popleft()
+        self._written = {id(one) for each in media for one in each}
         self._records.flush()
 
     def _add(self, **content: Any) -> None:
