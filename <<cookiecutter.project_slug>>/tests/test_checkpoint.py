@@ -343,6 +343,14 @@ def test_a_flipped_byte_in_weights_from_elsewhere_is_damage(tmp_path):
         Checkpointer(constant(0)).load(str(path))
 
 
+def test_weights_that_torch_before_1_6_saved_are_loaded(tmp_path):
+    path = str(tmp_path / "weights.pth")
+    torch.save(constant(1).state_dict(), path, _use_new_zipfile_serialization=False)
+    checkpointer = Checkpointer(constant(0))
+    checkpointer.load(path)
+    assert all((value == 1).all() for value in checkpointer.model.state_dict().values())
+
+
 class Malicious:
     def __init__(self, path):
         self.path = path

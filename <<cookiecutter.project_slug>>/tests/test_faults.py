@@ -1,9 +1,11 @@
 """What may happen to a run: kills in a save, other numbers of ranks, files of strangers."""
 
 import collections
+import functools
 import itertools
 import json
 import os
+import pickle
 import re
 import signal
 from pathlib import Path
@@ -273,10 +275,21 @@ class Malicious:
         return os.mkdir, (self.path,)
 
 
-@pytest.mark.parametrize("part", ["model", "optimizer", "iteration", "storage"])
+SAVES = {
+    "archive": torch.save,
+    "torch before 1.6": functools.partial(torch.save, _use_new_zipfile_serialization=False),
+    "pickle": lambda checkpoint, path: path.write_bytes(pickle.dumps(checkpoint)),
+}
+PARTS = "model", "optimizer", "iteration", "storage"
+
+
+@pytest.mark.parametrize(
+    ("form", "part"),
+    [*(("archive", part) for part in PARTS), *((form, "model") for form in [*SAVES][1:])],
+)
 @pytest.mark.parametrize("place", ["newest", "tagged", "final", "weights"])
 def test_code_in_a_file_is_refused_in_one_line_and_not_passed_over(
-    place, part, straight, tmp_path, capsys
+    place, form, part, straight, tmp_path, capsys
 ):
     output, victim = tmp_path / "run", tmp_path / "victim"
     output.mkdir()
@@ -284,7 +297,7 @@ def test_code_in_a_file_is_refused_in_one_line_and_not_passed_over(
     good.write_bytes((straight / good.name).read_bytes())
     names = {"newest": "model_0000003.pth", "tagged": "x.pth", "final": "model_final.pth"}
     bad = output / names.get(place, "model_other.bin")
-    torch.save({**torch.load(good), part: Malicious(str(victim))}, bad)
+    SAVES[form]({**torch.load(good), part: Malicious(str(victim))}, bad)
     if place == "tagged":
         (output / "last_checkpoint").write_text(bad.name)
     words = f"--eval-only MODEL.WEIGHTS {bad}" if place == "weights" else "--resume"

@@ -32,12 +32,10 @@ class Checkpointer:
         parallel = nn.DataParallel, nn.parallel.DistributedDataParallel
         while isinstance(model, parallel) or hasattr(model, "_orig_mod"):
             model = model.module if isinstance(model, parallel) else model._orig_mod
-        self.model = model
-        self.save_dir = save_dir
+        self.model, self.save_dir = model, save_dir
         self.save_to_disk = comm.is_main_process() if save_to_disk is None else save_to_disk
         self.logger = logging.getLogger("plumbing.checkpoint")
-        self.checkpointables = {}
-        self._resumed = {}  # what was resumed and no object has taken yet
+        self.checkpointables, self._resumed = {}, {}  # resumed, but no object has taken it yet
         for key, checkpointable in checkpointables.items():
             self.add_checkpointable(key, checkpointable)
 

@@ -68,6 +68,8 @@ def save_file(path: str, data: dict) -> None:
 
 def _is_whole(path: str) -> bool:
     with open(path, "rb") as file:
+        if file.read(1) == b"\x80":  # a bare pickle, as torch wrote before 1.6, or with code
+            return True
         size = file.seek(-_COMMENT.size, os.SEEK_END)
         *start, expected = _COMMENT.unpack(file.read())
         ours = start == [8, b"sum:"]  # written by save_file
