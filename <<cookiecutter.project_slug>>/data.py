@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from plumbing import comm
 from plumbing.comm import SettingsError
-from plumbing.preemption import signals_held
+from plumbing.preemption import SIGNALS
 from plumbing.samplers import InferenceSampler, TrainingBatchSampler, random_bits
 from plumbing.setup import set_random_state
 
@@ -171,6 +171,16 @@ def build_test_loader(cfg, name):
     return Prefetcher(_data_loader(cfg, dataset, batches), cfg.MODEL.DEVICE)
 
 
+@contextlib.contextmanager
+def signals_held():
+    """Processes that begin inside never get them: a rank needs its workers until it has stopped."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
 class Loader(DataLoader):
     """A DataLoader whose workers get no signals; one that dies is a SettingsError, in one line.
 
@@ -293,7 +303,7 @@ def _data_loader(cfg, dataset, batch_sampler):
 
 def _ignore_signals(worker_id):
     """Workers that are not forked lose what signals_held has blocked for them."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+    for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 

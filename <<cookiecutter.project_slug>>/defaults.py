@@ -76,7 +76,8 @@ _C.SOLVER.MAX_EPOCH = 0  # above 0: takes the place of MAX_ITER, and then these 
 _C.SOLVER.ITERS_PER_EPOCH = 0  # 0: samples of DATASETS.TRAIN / BATCH_SIZE, rounded up
 _C.SOLVER.REFERENCE_WORLD_SIZE = 0  # ranks that these settings are meant for; 0: any number.  On s
 # times as many, BATCH_SIZE, BASE_LR and BASE_LR_END are times s, and what is in iterations, but for
-# LOG_PERIOD, is divided by s.  The kept config.yaml holds the result, and the present ranks here.
+# LOG_PERIOD, LOG_WINDOW, PROFILE and MAX_SKIPS, is divided by s.  The kept config.yaml holds the
+# result, and the present ranks here: a resume on another number of ranks wants 0.
 _C.SOLVER.BATCH_SIZE = 64  # samples in an iteration, over all ranks and micro-batches
 _C.SOLVER.ACCUM_STEPS = 1  # micro-batches in an iteration, one after the other
 _C.SOLVER.OPTIMIZER = "SGD"  # one of torch.optim: "AdamW", "Adam", "RMSprop", "Adagrad", "NAdam",
@@ -234,10 +235,13 @@ def get_cfg():
     return _C.clone()
 
 
-def freeze_cfg(cfg, resume):
+def freeze_cfg(cfg, resume, is_training=True):
     """Replace a negative seed, then freeze and log the settings.  Collective.
 
     A resumed run keeps the seed that was drawn, and logs which of its settings differ.
+
+    Raises:
+        SettingsError: the number of ranks would scale batches and lengths to others than before.
     """
     saved, seed = {}, None
     if resume and comm.is_main_process():
@@ -247,6 +251,13 @@ def freeze_cfg(cfg, resume):
     saved, seed = comm.all_gather((saved, drawn if seed is None else seed))[0]
     if cfg.SEED < 0:
         cfg.SEED = seed
+    before, now = saved.get("SOLVER.REFERENCE_WORLD_SIZE"), cfg.SOLVER.REFERENCE_WORLD_SIZE
+    if is_training and now > 0 and type(before) is int and before > 0 and before != now:
+        raise SettingsError(
+            f"--resume: SOLVER.REFERENCE_WORLD_SIZE: the run is scaled to {before} ranks, and would"
+            f" be to {now}: resume with {before}, or keep its batches and lengths by --config"
+            f" {os.path.join(cfg.OUTPUT_DIR, 'config.yaml')} SOLVER.REFERENCE_WORLD_SIZE 0"
+        )
     cfg.freeze()
     logger.info("Settings:\n%s", cfg)
     for key, value in leaves(cfg):

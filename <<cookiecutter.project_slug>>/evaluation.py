@@ -7,6 +7,7 @@ import logging
 import math
 import operator
 import os
+import pickle
 import time
 from collections.abc import Mapping
 
@@ -292,14 +293,19 @@ def _merge(every, name):
     return merged
 
 
-class BestCheckpointer:
-    """Saves model_best.pth when ``val_metric`` ("": none) beats all before; never resumed from.
+def build_best_checkpointer(cfg, checkpointer):
+    return BestCheckpointer(checkpointer, cfg.TEST.BEST_METRIC, cfg.TEST.BEST_MODE, seed=cfg.SEED)
 
-    The best value stands beside it, in a json file, and so holds after a resume.
+
+class BestCheckpointer:
+    """Saves model_best.pth, with ``kwargs``, when ``val_metric`` ("": none) beats all before.
+
+    The best value is in it, and beside it in a json file, and so holds after a resume.  That begins
+    with this file only if there is no other.
     """
 
-    def __init__(self, checkpointer, val_metric, mode="max", file_prefix="model_best"):
-        self.checkpointer, self.val_metric = checkpointer, val_metric
+    def __init__(self, checkpointer, val_metric, mode="max", file_prefix="model_best", **kwargs):
+        self.checkpointer, self.val_metric, self.kwargs = checkpointer, val_metric, kwargs
         self.sign = {"max": 1, "min": -1}[mode]
         self.file_prefix = file_prefix
         self._path = os.path.join(checkpointer.save_dir, f"{file_prefix}.json")
@@ -316,19 +322,23 @@ class BestCheckpointer:
         self.best = float(value)
         logger.info("Best %s so far: %.5g", self.val_metric, self.best)
         record = {self.val_metric: self.best, "iteration": iteration}
-        self.checkpointer.save(self.file_prefix, tag_checkpoint=False, **record)
+        self.checkpointer.save(self.file_prefix, tag_checkpoint=False, **record, **self.kwargs)
         if self.checkpointer.save_to_disk:
             write_atomically(self._path, lambda file: file.write(json.dumps(record).encode()))
 
     def _read(self):
         unusable = OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError
+        checkpoint = self._path.removesuffix(".json") + ".pth"
         try:
-            with open(self._path) as file:
-                best = float(json.load(file)[self.val_metric])
-            load_file(self._path.removesuffix(".json") + ".pth")
-            return best
+            best = load_file(checkpoint)[self.val_metric]
+            # Saved first: a kill may have come before the other, and then the step comes again.
+            with contextlib.suppress(*unusable), open(self._path) as file:
+                best = json.load(file)[self.val_metric]
+            return float(best)
         except unusable as error:  # a SettingsError is a ValueError
-            if os.path.exists(self._path):
+            if isinstance(error.__cause__, pickle.UnpicklingError):
+                raise  # not damaged, but a file to look into
+            if os.path.exists(checkpoint) or os.path.exists(self._path):
                 self.checkpointer.logger.warning("The best before is not known: %s", error)
             return None
 

@@ -109,8 +109,8 @@ class SkippingScaler(OverflowScaler):
     def __init__(self, device, enabled, model, max_skips):
         super().__init__(device, enabled=enabled)
         self.max_skips = max_skips
-        self.buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
-        self.kept = None  # the buffers before the first forward pass of an iteration
+        self.model = model
+        self.kept = None  # buffers by name, before the first forward pass of an iteration
         model.register_forward_pre_hook(self._keep_buffers)
         self.skips = self.in_a_row = torch.zeros((), device=device)
 
@@ -125,8 +125,10 @@ class SkippingScaler(OverflowScaler):
         optimizer.grad_scale, optimizer.found_inf = None, bad.float()
         super().step(optimizer)
         with torch.no_grad():
-            for buffer, kept in zip(self.buffers, self.kept or ()):
-                buffer.copy_(torch.where(bad, kept, buffer))
+            for name, buffer in self.model.named_buffers():
+                kept = (self.kept or {}).get(name)
+                if kept is not None and kept.shape == buffer.shape:
+                    buffer.copy_(torch.where(bad, kept, buffer))
         self.kept = None
         self.skips, self.in_a_row = self.skips + bad, (self.in_a_row + 1) * bad
         too_many = torch.where(self.in_a_row < self.max_skips, self.in_a_row, math.inf)
@@ -135,7 +137,8 @@ class SkippingScaler(OverflowScaler):
 
     def _keep_buffers(self, model, _):
         if model.training and self.kept is None:
-            self.kept = [buffer.clone() for buffer in self.buffers]
+            buffers = self.model.named_buffers()
+            self.kept = {name: b.clone() for name, b in buffers if b.is_floating_point()}
 
     def state_dict(self):
         mine = {"skips": self.skips, "in_a_row": self.in_a_row}

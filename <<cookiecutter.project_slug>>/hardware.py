@@ -108,6 +108,10 @@ def _not_finite(state):
     for name, value in state.items():
         if not isinstance(value, torch.Tensor) or nn.parameter.is_lazy(value):
             continue
+        if value.layout != torch.strided:
+            value = value.detach().to_sparse().coalesce().values()
+        if value.is_complex():
+            value = torch.view_as_real(value.detach().resolve_conj())
         if value.is_floating_point() and value.numel() > 0:
             wide = value.dtype in (torch.float32, torch.float64)
             low, high = torch.aminmax(value.detach() if wide else value.detach().float())

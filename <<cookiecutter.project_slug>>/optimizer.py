@@ -31,7 +31,12 @@ SETTINGS = {
     "nesterov": "NESTEROV",
     "betas": "BETAS",
 }
-CHOSEN = {"params", "fused", "capturable", "differentiable"}
+CHOSEN = {
+    "params": "they are those of the model",
+    "fused": "it is on where there is such a kernel; foreach=True turns it off",
+    "capturable": "it is on for GPUs where the optimizer is not fused",
+    "differentiable": "it is off: no step is differentiated",
+}
 # What some arguments, when they are on, keep of each parameter; it starts at zero.
 STATE_OF = {"momentum": "momentum_buffer", "amsgrad": "max_exp_avg_sq", "centered": "grad_avg"}
 
@@ -49,8 +54,8 @@ def build_optimizer(cfg, model):
     try:
         optimizer = kind(groups, **arguments)
     except ValueError as error:
-        reason = " ".join(str(error).split())
-        raise SettingsError(f"SOLVER.OPTIMIZER: {kind.__name__}: {reason}") from None
+        reason, other = " ".join(str(error).split()), "SGD or AdamW takes any parameters"
+        raise SettingsError(f"SOLVER.OPTIMIZER: {kind.__name__}: {reason}: {other}") from None
     # The fused SGD leaves them uninitialized if the very first step is left out.
     if isinstance(optimizer, torch.optim.SGD) and cfg.SOLVER.MOMENTUM > 0:
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
@@ -135,10 +140,13 @@ def parse_arguments(text, name, parameters):
         possible = False
     if not possible:
         raise SettingsError(f"{key}: {text!r} must be as in Python: eps=1e-6, amsgrad=True")
-    free = sorted(parameters.keys() - SETTINGS.keys() - CHOSEN)
+    free = sorted(parameters.keys() - SETTINGS.keys() - CHOSEN.keys())
     for argument, value in arguments.items():
         if argument in SETTINGS:
             raise SettingsError(f"{key}: {argument}: set SOLVER.{SETTINGS[argument]} instead")
+        if argument in CHOSEN and argument in parameters:
+            chosen = f"is chosen in optimizer.py, so leave it out: {CHOSEN[argument]}"
+            raise SettingsError(f"{key}: {argument}: {chosen}")
         if argument not in free:
             takes = f"did you mean {_nearest(argument, free)}?  It takes {', '.join(free)}"
             raise SettingsError(f"{key}: {argument}: {name} has no such argument: {takes}")

@@ -9,6 +9,7 @@ parameters whose rate is BASE_LR; it comes from build_lr_scheduler, as in the tr
 
 import argparse
 import contextlib
+import inspect
 import math
 import os
 import sys
@@ -45,6 +46,15 @@ def build_dummy_optimizer(cfg):
     """The optimizer of the training, with one parameter."""
     kind, arguments = setup_optimizer(cfg)
     return kind([torch.nn.Parameter(torch.zeros(1, 1))], **arguments)
+
+
+def refuse_what_needs_results(scheduler):
+    """Raises a SettingsError for a scheduler whose ``step`` takes more than the iteration."""
+    try:
+        inspect.signature(scheduler.step).bind()
+    except TypeError:
+        rate = f"{type(scheduler).__name__}: its rate depends on results, and cannot be plotted"
+        raise SettingsError(f"schedule.py: {rate}: see lr in metrics.json of a run") from None
 
 
 def sample(scheduler, optimizer, iterations):
@@ -145,6 +155,7 @@ def main(args):
     cfg = setup_schedule(args)
     optimizer = build_dummy_optimizer(cfg)
     scheduler = build_lr_scheduler(cfg, optimizer)
+    refuse_what_needs_results(getattr(scheduler, "scheduler", scheduler))
     iterations = spread(cfg.SOLVER.MAX_ITER)
     rates, momenta = sample(scheduler, optimizer, iterations)
     name = cfg.SOLVER.LR_SCHEDULER_NAME

@@ -35,6 +35,9 @@ def open_writers(cfg, start_iter):
     written, also after an exception.
     """
     first, max_iter = max(start_iter - 1, 0), cfg.SOLVER.MAX_ITER
+    if comm.is_main_process():
+        with contextlib.suppress(FileNotFoundError):  # of a shorter run, which now goes on
+            os.remove(os.path.join(cfg.OUTPUT_DIR, "results.json"))
     compared = {k: value for k, value in leaves(cfg) if k.partition(".")[0] in _COMPARED}
     writers = [
         CommonMetricPrinter(max_iter, cfg.LOG_WINDOW),

@@ -58,6 +58,8 @@ def maybe_scale_to_ranks(cfg, num_ranks):
 def setup_length(cfg, dataset_size, changes, is_training):
     """Turn lengths in epochs into iterations; log the ``changes``, and how long the run is.
 
+    Of a training it also warns of what has no effect (see without_effect).
+
     Then MAX_EPOCH is 0, so that the settings as they are kept turn into no others.
     ``dataset_size(cfg)`` is called on the main process, and not at all where nobody needs it.
     Collective.
@@ -84,8 +86,8 @@ def setup_length(cfg, dataset_size, changes, is_training):
             change(cfg, key, lambda length: length * iters)
     for line in changes_between(before, cfg, f"with {iters} iterations in an epoch"):
         logger.info(line)
-    if solver.WARMUP_ITERS >= solver.MAX_ITER:
-        logger.warning("SOLVER.WARMUP_ITERS: %d: the run ends within it", solver.WARMUP_ITERS)
+    for line in without_effect(cfg) if is_training else ():
+        logger.warning(line)
     logger.info(
         "Length: %d iterations are %s epochs; %d samples, %d in an iteration: an epoch is %d"
         " iterations, and a sample comes %s times",
@@ -96,6 +98,29 @@ def setup_length(cfg, dataset_size, changes, is_training):
         iters,
         round(solver.MAX_ITER * solver.BATCH_SIZE / max(num_samples, 1), 2),
     )
+
+
+def without_effect(cfg):
+    """One line for each setting whose effect would come after the end of the run, or never."""
+    solver, (first, end) = cfg.SOLVER, cfg.PROFILE
+    late = f"the run ends before that: lower it, or raise SOLVER.MAX_ITER {solver.MAX_ITER}"
+    names = {  # schedule: the setting that says when its rate first falls, or starts anew
+        "multistep": "STEPS",
+        "step": "STEP_SIZE",
+        "flat_cosine": "FLAT_ITERS",
+        "one_cycle": "CYCLE_UP_ITERS",
+        "cyclic": "CYCLE_UP_ITERS",
+        "cosine_restarts": "CYCLE_ITERS",
+    }
+    keys = ["WARMUP_ITERS", *filter(None, [names.get(solver.LR_SCHEDULER_NAME)])]
+    for key, value in ((key, solver[key]) for key in keys):
+        if (min(value, default=0) if isinstance(value, tuple) else value) >= solver.MAX_ITER:
+            yield f"SOLVER.{key}: {value}: {late}"
+    if solver.MAX_ITER <= first < end:
+        yield f"PROFILE: {cfg.PROFILE}: {late}"
+    if cfg.TEST.BEST_METRIC and cfg.TEST.EVAL_PERIOD < 0:
+        never = 'no best model without evaluations: raise TEST.EVAL_PERIOD to 0, or set ""'
+        yield f"TEST.BEST_METRIC: {cfg.TEST.BEST_METRIC}: {never}"
 
 
 def change(cfg, key, function):

@@ -16,15 +16,9 @@ import torch
 
 from data import build_test_loader, build_train_loader, dataset_size
 from defaults import check_cfg, expected_results, freeze_cfg, get_cfg, save_cfg
-from evaluation import BestCheckpointer, build_evaluators, inference_on_dataset
+from evaluation import build_best_checkpointer, build_evaluators, inference_on_dataset
 from gradients import build_grad_scaler, build_gradients
-from hardware import (
-    build_autocast,
-    build_parallel,
-    choose_device,
-    gradient_sync,
-    setup_backends,
-)
+from hardware import build_autocast, build_parallel, choose_device, gradient_sync, setup_backends
 from model import build_model, sum_losses
 from optimizer import build_optimizer, setup_optimizer
 from plumbing import comm
@@ -62,13 +56,16 @@ def do_test(cfg, model):
     return results
 
 
-def catch_up(cfg, model, iteration, periods, writers, best_checkpointer):
-    """What the loop does after a save of ``iteration``: a resumed run may have ended before it."""
+def catch_up(cfg, model, iteration, periods, writers, periodic_checkpointer, best_checkpointer):
+    """Begin with what the loop does after a save of ``iteration``: a kill may have cut it off."""
     logger.info("Starting training from iteration %d", iteration + 1)
     storage, results = get_event_storage(), {}
     storage.iter = iteration
     if iteration >= cfg.SOLVER.MAX_ITER:
         raise comm.SettingsError(f"SOLVER.MAX_ITER: {iteration + 1} iterations have been trained")
+    save_cfg(cfg)
+    if iteration == cfg.SOLVER.MAX_ITER - 1:
+        periodic_checkpointer.step(iteration, seed=cfg.SEED)  # the final one may be missing
     if is_due(iteration, cfg.SOLVER.MAX_ITER, cfg.TEST.EVAL_PERIOD):
         results = do_test(cfg, model)
         storage.put_scalars(results, smoothing_hint=False)
@@ -99,9 +96,8 @@ def do_train(cfg, model, resume=False):
     periodic_checkpointer = PeriodicCheckpointer(
         checkpointer, cfg.SOLVER.CHECKPOINT_PERIOD, max_iter, cfg.SOLVER.CHECKPOINTS_TO_KEEP
     )
-    best_checkpointer = BestCheckpointer(checkpointer, cfg.TEST.BEST_METRIC, cfg.TEST.BEST_MODE)
+    best_checkpointer = build_best_checkpointer(cfg, checkpointer)
     timer = build_timer(cfg, start_iter, build_train_loader(cfg, start_iter, build_train_sampler))
-    save_cfg(cfg)
 
     with (
         EventStorage(start_iter) as storage,
@@ -110,7 +106,8 @@ def do_train(cfg, model, resume=False):
         timer,
     ):
         checkpointer.add_checkpointable("storage", storage)
-        results = catch_up(cfg, model, start_iter - 1, periods, writers, best_checkpointer)
+        checkpointers = periodic_checkpointer, best_checkpointer
+        results = catch_up(cfg, model, start_iter - 1, periods, writers, *checkpointers)
         for iteration, batches in zip(range(start_iter, max_iter), timer):
             storage.iter = iteration
             set_random_state(seed, iteration, rank)
@@ -171,7 +168,7 @@ def setup(args):
     args.resume = args.resume or restarted
     setup_backends(cfg)
     setup_length(cfg, dataset_size, changes, is_training=not args.eval_only)
-    freeze_cfg(cfg, args.resume)
+    freeze_cfg(cfg, args.resume, is_training=not args.eval_only)
     set_random_state(cfg.SEED)
     return cfg
 

@@ -146,35 +146,43 @@ def reduce_dict(input_dict: dict, average: bool = True) -> dict:
 
 
 @contextlib.contextmanager
-def averaged_buffers(model: nn.Module) -> Iterator[list[torch.Tensor]]:
+def averaged_buffers(model: nn.Module) -> Iterator[dict]:
     """Inside, floating point buffers (batch-norm statistics) are means over ranks.  Collective.
 
-    Then each has its own again.  Yields all buffers of each rank, as bytes; [] for one rank.
+    Then each has its own again.  Yields those of all ranks, for ``load_buffers``; {} for one rank.
     """
-    own = [buffer.detach().reshape(-1).view(torch.uint8) for buffer in model.buffers()]
+    own = _saved_buffers(model)
     if get_world_size() == 1 or not own:
-        yield []
+        yield {}
         return
-    ranks = gather_tensor(torch.cat(own))
+    every = {"sizes": {name: buffer.nbytes for name, buffer in own.items()}}
+    every["ranks"] = gather_tensor(torch.cat([b.flatten().view(torch.uint8) for b in own.values()]))
     try:
-        for buffer, values in _split(model, ranks):
+        for buffer, values in _split(model, every["sizes"], every["ranks"]):
             if buffer.is_floating_point():
                 buffer.copy_(values.double().mean(dim=0).view_as(buffer))
-        yield [vector.clone() for vector in ranks]
+        yield every
     finally:
-        load_buffers(model, ranks[get_rank()])
+        load_buffers(model, every, get_rank())
 
 
-def load_buffers(model: nn.Module, vector: torch.Tensor) -> None:
-    """Set the buffers to those of a rank, as ``averaged_buffers`` yielded them."""
-    for buffer, values in _split(model, vector):
+def load_buffers(model: nn.Module, every: dict, rank: int) -> None:
+    """Set the buffers to those of a rank, as ``averaged_buffers`` yielded them, by name."""
+    for buffer, values in _split(model, every["sizes"], every["ranks"][rank]):
         buffer.copy_(values.view_as(buffer))
 
 
-def _split(model: nn.Module, data: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Each buffer that is not empty, and from bytes (..., bytes) its values (..., elements)."""
-    parts = data.split([buffer.nbytes for buffer in model.buffers()], dim=-1)
-    for buffer, part in zip(model.buffers(), parts):
-        if buffer.numel() > 0:
-            values = part.clone(memory_format=torch.contiguous_format)  # aligned
-            yield buffer.detach(), values.view(buffer.dtype)
+def _split(model: nn.Module, sizes: dict, data: torch.Tensor) -> Iterator[tuple]:
+    """Each buffer that has its size, and from bytes (..., bytes) its values (..., elements)."""
+    parts = dict(zip(sizes, data.split(list(sizes.values()), dim=-1)))
+    for name, buffer in _saved_buffers(model).items():
+        if 0 < buffer.nbytes == sizes.get(name):
+            values = parts[name].clone(memory_format=torch.contiguous_format)  # aligned
+            yield buffer, values.view(buffer.dtype)
+
+
+def _saved_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The dense ones by name, without those of ``persistent=False``, which are caches."""
+    caches = {id(m._buffers.get(n)) for m in model.modules() for n in m._non_persistent_buffers_set}
+    buffers = {name: b.detach() for name, b in model.named_buffers() if id(b) not in caches}
+    return {name: buffer for name, buffer in buffers.items() if buffer.layout == torch.strided}

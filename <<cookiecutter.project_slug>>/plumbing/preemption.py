@@ -7,7 +7,6 @@ import logging
 import multiprocessing
 import signal
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -15,19 +14,9 @@ import torch.distributed as dist
 from plumbing import comm
 
 logger = logging.getLogger(__name__)
-_SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
+SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
 _POLL_SECONDS = 0.5
 _numbers = itertools.count()
-
-
-@contextlib.contextmanager
-def signals_held() -> Iterator[None]:
-    """Processes that begin inside never get them: a rank needs its workers until it has stopped."""
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 @atexit.register
@@ -51,7 +40,7 @@ class StopRequest:
         self._thread = threading.Thread(target=self._watch, args=[next(_numbers)], daemon=True)
 
     def __enter__(self) -> "StopRequest":
-        self._handlers = {number: signal.signal(number, self._ask) for number in _SIGNALS}
+        self._handlers = {number: signal.signal(number, self._ask) for number in SIGNALS}
         if not self._alone:
             self._thread.start()
         return self

@@ -81,8 +81,7 @@ class TrainingSampler(Sampler):
         self._batches = TrainingBatchSampler(size, comm.get_world_size(), 1, seed, shuffle=shuffle)
 
     def __iter__(self) -> Iterator[int]:
-        for keys in self._batches:
-            yield int(keys[0, 1])
+        yield from (int(keys[0, 1]) for keys in self._batches)
 
 
 class InferenceSampler(Sampler):

@@ -438,7 +438,7 @@ def test_chosen_checkpointables_are_loaded(folder):
     assert (a.value, b.value, rest["a"]) == (0, 1, {"value": 1})
 
 
-@pytest.mark.parametrize("prefix", ["", "module."])
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "net."])
 @pytest.mark.parametrize("wrap", [nn.Module.cpu, nn.DataParallel], ids=["bare", "parallel"])
 @pytest.mark.parametrize("alone", [True, False], ids=["state", "checkpoint"])
 def test_a_state_dict_is_loaded_with_or_without_wrappers(tmp_path, prefix, wrap, alone):
@@ -447,6 +447,27 @@ def test_a_state_dict_is_loaded_with_or_without_wrappers(tmp_path, prefix, wrap,
     model = constant(0)
     Checkpointer(wrap(model)).load(str(tmp_path / "x.pth"))
     assert value_of(model) == 1
+
+
+@pytest.mark.parametrize("state", [{}, {"head.w": torch.zeros(1), "body.w": torch.zeros(1)}])
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_file_of_which_nothing_fits_is_refused(folder, state, resume):
+    path = os.path.join(folder, "model_0000003.pth")
+    torch.save({"model": state, "iteration": 3}, path)
+    with pytest.raises(SettingsError, match=r"model_0000003.pth has nothing.*weight, bias"):
+        Checkpointer(constant(0), folder if resume else "").resume_or_load(path, resume=resume)
+    Checkpointer(nn.ReLU()).load(path)  # which has no weights
+
+
+def test_a_state_that_is_empty_is_told_unless_it_should_be(folder, warnings):
+    class Off(State):
+        def state_dict(self):
+            return {}
+
+    path = os.path.join(folder, "x.pth")
+    Checkpointer(constant(1), folder, on=Off(1), off=Off(1)).save("x")
+    Checkpointer(constant(0), folder, on=State(0), off=Off(0)).load(path)
+    assert warnings() == [f"{path} holds no on, which starts anew"]
 
 
 def test_a_wrapped_model_is_saved_bare(folder):
@@ -656,7 +677,7 @@ def test_an_unreadable_record_of_the_best_is_passed_over(folder):
     assert torch.load(os.path.join(folder, "model_best.pth"))["acc"] == 0.1
 
 
-def test_the_best_file_is_not_what_a_resume_starts_from(folder):
+def test_the_best_file_is_what_a_resume_starts_from_only_if_there_is_no_other(folder):
     checkpointer = Checkpointer(constant(1), folder)
     checkpointer.save("model_0000001", iteration=1)
     BestCheckpointer(checkpointer, "acc").step(3, {"acc": 0.75})
@@ -664,7 +685,22 @@ def test_the_best_file_is_not_what_a_resume_starts_from(folder):
     assert Checkpointer(constant(0), folder).resume_or_load("") == {"iteration": 1}
     for name in ("last_checkpoint", "model_0000001.pth"):
         Path(folder, name).unlink()
-    assert Checkpointer(constant(0), folder).resume_or_load("") == {}
+    assert Checkpointer(constant(0), folder).resume_or_load("") == {"acc": 0.75, "iteration": 3}
+    Path(folder, "model_best.pth").write_bytes(b"damaged")
+    with pytest.raises(SettingsError, match="no good checkpoint"):
+        Checkpointer(constant(0), folder).resume_or_load("")
+
+
+@pytest.mark.parametrize("record", [None, '{"acc": 0.7', '{"loss": 1}'])
+def test_the_best_value_outlives_its_record(folder, record):
+    BestCheckpointer(Checkpointer(constant(1), folder), "acc", seed=7).step(3, {"acc": 0.75})
+    Path(folder, "model_best.json").unlink()
+    if record is not None:
+        Path(folder, "model_best.json").write_text(record)
+    best = BestCheckpointer(Checkpointer(constant(2), folder), "acc", seed=7)
+    best.step(5, {"acc": 0.5})
+    checkpoint = torch.load(os.path.join(folder, "model_best.pth"))
+    assert (checkpoint["iteration"], checkpoint["seed"]) == (3, 7)
 
 
 def test_a_mode_that_does_not_exist_is_refused(folder):

@@ -80,7 +80,7 @@ def averages_buffers():
         states.append({name: buffer.tolist() for name, buffer in model.named_buffers()})
         raise KeyError
     states.append({name: buffer.tolist() for name, buffer in model.named_buffers()})
-    comm.load_buffers(model, every[1 - comm.get_rank()])
+    comm.load_buffers(model, every, 1 - comm.get_rank())
     states.append({name: buffer.tolist() for name, buffer in model.named_buffers()})
     with comm.averaged_buffers(nn.Linear(2, 2)):  # has none
         return states
@@ -102,8 +102,27 @@ def keeps_buffers_of_all_types():
     with comm.averaged_buffers(model) as every:
         states.append(values())
     states.append(values())
-    comm.load_buffers(model, every[1 - rank])
+    comm.load_buffers(model, every, 1 - rank)
     return [*states, values()]
+
+
+def keeps_buffers_by_name():
+    """Those of this rank, after the model has changed inside, or registers them otherwise."""
+    rank = torch.tensor([1.0 + comm.get_rank()])
+    model = nn.Module()
+    model.register_buffer("first", rank.clone())
+    model.register_buffer("second", 10 * rank)
+    model.register_buffer("cache", torch.ones(2 + comm.get_rank()), persistent=False)
+    model.register_buffer("sparse", torch.eye(2).to_sparse())
+    with comm.averaged_buffers(model) as every:
+        model.second = torch.zeros(3)
+        model.register_buffer("late", 100 * rank)
+    states = [[buffer.tolist() for buffer in (model.first, model.second, model.cache, model.late)]]
+    other = nn.Module()
+    other.register_buffer("second", torch.zeros(1))
+    other.register_buffer("first", torch.zeros(1))
+    comm.load_buffers(other, every, 1 - comm.get_rank())
+    return [*states, [other.first.tolist(), other.second.tolist()]]
 
 
 def shares_gradients():
@@ -128,6 +147,7 @@ CHECKS = (
     raises_what_the_main_process_met,
     averages_buffers,
     keeps_buffers_of_all_types,
+    keeps_buffers_by_name,
     shares_gradients,
 )
 
@@ -235,11 +255,17 @@ def test_a_single_process_is_a_group_of_its_own(monkeypatch):
     assert comm.from_main_process(lambda: 5) == 5
 
 
+def test_buffers_go_by_name_and_caches_are_left_alone(both):
+    mine = [[[1.0], [0.0] * 3, [1.0] * 2, [100.0]], [[2.0], [0.0] * 3, [1.0] * 3, [200.0]]]
+    others = [[[2.0], [20.0]], [[1.0], [10.0]]]
+    assert both["keeps_buffers_by_name"] == [list(pair) for pair in zip(mine, others)]
+
+
 def test_a_single_process_keeps_its_buffers_and_its_model():
     model = nn.BatchNorm1d(2)
     model.running_mean += 3
     with comm.averaged_buffers(model) as every:
-        assert every == []
+        assert every == {}
         assert model.running_mean.tolist() == [3, 3]
     assert model.running_mean.tolist() == [3, 3]
     with gradient_sync(model, enabled=False):

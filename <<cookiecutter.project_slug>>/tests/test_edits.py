@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import re
 import shutil
 import signal
@@ -165,6 +166,51 @@ def test_every_link_leads_to_a_heading_and_every_setting_exists():
     assert named <= known
 
 
+def test_an_epoch_begins_where_the_line_that_is_printed_says_so():
+    import train
+
+    (row,) = re.findall(r"^\| `before_epoch`.*$", (ROOT / "FROM_HOOKS.md").read_text(), re.M)
+    condition, before = re.findall(r"`(if .*?:|\w+ = .*?)`", row)
+    names = {"dataset_size": train.dataset_size, "cfg": train.get_cfg()}
+    for iters_per_epoch, length in ((0, 23), (7, 7)):  # 1437 samples, 64 of them an iteration
+        names["cfg"].SOLVER.ITERS_PER_EPOCH, names["begun"] = iters_per_epoch, []
+        loop = f"for iteration in range(70):\n    {condition}\n        begun.append(iteration)"
+        exec(f"{before}\n{loop}", names)
+        assert names["begun"] == list(range(0, 70, length))
+
+
+@pytest.mark.parametrize("name", ["overfit_batches", "fast_dev_run", "LearningRateFinder"])
+def test_what_is_tried_by_settings_runs_beside_a_run(name, apply, tmp_path, monkeypatch):
+    page = (ROOT / "FROM_HOOKS.md").read_text()
+    (words,) = re.findall(rf"^\| `{name}` \| `(.*?)`", page, re.M)
+    monkeypatch.chdir(tmp_path)
+    train, length = apply(), "SOLVER.MAX_ITER 3 SOLVER.BATCH_SIZE 64"
+    run(train, tmp_path / "run", length)
+    words = words.replace("500", "3") + " OUTPUT_DIR tried" * (name == "overfit_batches")
+    run(train, tmp_path / "run", f"{length} {words}")
+    assert rows_of(tmp_path / "tried")[-1]["iteration"] == (0 if name == "fast_dev_run" else 2)
+
+
+@pytest.mark.parametrize("is_pickle", [False, True])
+def test_the_printed_lines_rename_weights_so_that_they_load(is_pickle, tmp_path, monkeypatch):
+    import train
+
+    readme, cfg = (ROOT / "README.md").read_text(), train.get_cfg()
+    code = re.search(r"### Weights from elsewhere\n.*?```python\n(.*?)```", readme, re.S)[1]
+    model, other = train.build_model(cfg), train.build_model(cfg)
+    state = {k.replace("features.", "stem."): v for k, v in model.state_dict().items()}
+    monkeypatch.chdir(tmp_path)
+    if is_pickle:
+        code = re.sub(r"torch.load.*# or ", "", code)
+        arrays = {"model": {key: value.numpy() for key, value in state.items()}}
+        (tmp_path / "there.pkl").write_bytes(pickle.dumps(arrays))
+    else:
+        torch.save(state, "there.pth")
+    exec(code, {"torch": torch, "pickle": pickle})
+    train.Checkpointer(other).load("here.pth")
+    assert are_equal(dict(other.state_dict()), dict(model.state_dict()))
+
+
 def test_early_stopping_ends_a_run_that_gets_no_better_and_resumes_exactly(apply, tmp_path):
     train = apply("Early stopping")
     values = iter([0.1, 0.5, 0.5005, 0.4, 0.5, 0.5, 0.5, 0.5])
@@ -190,6 +236,54 @@ def test_early_stopping_ends_a_run_that_gets_no_better_and_resumes_exactly(apply
         assert (resumed / "log.txt").read_text()[len(log) :].count(why) == 1
 
 
+def test_early_stopping_tells_where_it_stopped_and_more_patience_goes_on(
+    apply, tmp_path, monkeypatch
+):
+    train, seen = apply("Early stopping"), []
+
+    def do_test(cfg, model):
+        seen.append(train.get_event_storage().iter)
+        return {"digits_test/accuracy": 0.5}
+
+    train.do_test = do_test
+    words = "TEST.EVAL_PERIOD 1 SOLVER.CHECKPOINT_PERIOD 20"
+    run(train, tmp_path / "run", words)
+    assert json.loads((tmp_path / "run/results.json").read_text())["iteration"] == 5
+    final = torch.load(tmp_path / "run/model_final.pth")
+    assert (final["iteration"], final["seed"], seen) == (5, 0, [0, 1, 2, 3, 4, 5])
+    copy = shutil.copytree(tmp_path / "run", tmp_path / "again")
+    run(train, copy, f"--resume {words}")
+    assert seen[6:] == [5]
+    assert ended_alike(tmp_path / "run", copy)
+
+    diff = EDITS["Early stopping"][0].replace("patience=5", "patience=99")
+    monkeypatch.setitem(EDITS, "Early stopping", [diff])
+    train = apply("Early stopping")
+    train.do_test = do_test
+    saved, save = [], train.Checkpointer.save
+    monkeypatch.setattr(
+        train.Checkpointer,
+        "save",
+        lambda self, name, **others: (saved.append(name), save(self, name, **others)),
+    )
+    run(train, copy, f"--resume {words}")
+    assert json.loads((copy / "results.json").read_text())["iteration"] == 11
+    assert saved.count("model_final") == 1
+
+
+def test_early_stopping_may_take_less_as_better(apply):
+    train = apply("Early stopping")
+    for values, sign, expected in (
+        ((3.0, 2.0, 1.0), -1, False),
+        ((1.0, 2.0, 3.0), -1, True),
+        ((1.0, 2.0, 3.0), 1, False),
+    ):
+        with train.EventStorage() as storage:
+            for storage.iter, value in enumerate(values):
+                storage.put_scalar("metric", value, smoothing_hint=False)
+            assert train.has_stalled(storage, "metric", patience=2, sign=sign) == expected
+
+
 AVERAGED = "Averaged weights (EMA, SWA)"
 
 
@@ -211,8 +305,14 @@ def test_the_averaged_weights_are_what_is_evaluated_and_saved(apply, tmp_path):
     assert all(torch.equal(cfg["ema"][n], cfg["model"][n]) for n in cfg["ema"] if n not in names)
 
     torch.save(cfg["ema"], tmp_path / "ema.pth")
-    alone = run(train, tmp_path / "alone", f"--eval-only MODEL.WEIGHTS {tmp_path / 'ema.pth'}")
-    assert alone == results
+    for path in (tmp_path / "ema.pth", tmp_path / "run/model_final.pth"):
+        assert run(train, tmp_path / "alone", f"--eval-only MODEL.WEIGHTS {path}") == results
+    assert run(train, tmp_path / "run", "--eval-only --resume") == results
+    best = json.loads((tmp_path / "run/model_best.json").read_text())
+    words = f"--eval-only MODEL.WEIGHTS {tmp_path / 'run/model_best.pth'}"
+    assert run(train, tmp_path / "alone", words).items() >= {
+        ("digits_test/accuracy", best["digits_test/accuracy"])
+    }
 
 
 def test_averaged_weights_resume_to_the_bit_on_ranks_that_have_statistics_of_their_own(
@@ -227,6 +327,8 @@ def test_averaged_weights_resume_to_the_bit_on_ranks_that_have_statistics_of_the
             words += " --resume"
             rewound(tmp_path / "run", tmp_path / "copy", 7)  # an evaluation is due
     assert ended_alike(tmp_path / "run", tmp_path / "copy")
+    evaluated = on_ranks(2, run_on_a_rank, texts, tmp_path / "run", "--eval-only --resume")
+    assert [rank.result for rank in evaluated] == [rank.result for rank in ranks]
 
 
 def test_the_loss_on_a_test_set_is_the_mean_over_its_samples(apply, tmp_path):
@@ -331,6 +433,15 @@ def test_the_small_edits_do_what_they_say(apply, tmp_path):
     assert rows[5]["[metric]epoch"] == pytest.approx(6 * 240 / 1437, rel=1e-6)
     assert "[metric]epoch: " in training
     assert rows[0]["grad_scale"] <= 512
+    likely = json.loads((tmp_path / "run/model_likely.json").read_text())
+    likelihoods = {
+        row["iteration"]: row["digits_test/negative_log_likelihood"]
+        for row in rows
+        if "digits_test/negative_log_likelihood" in row
+    }
+    assert likelihoods[likely["iteration"]] == min(likelihoods.values()) == min(likely.values())
+    assert torch.load(tmp_path / "run/model_likely.pth")["seed"] == 0
+    assert (tmp_path / "run/model_best.pth").exists()
 
 
 def test_all_edits_that_go_together_train_on_two_ranks(on_ranks, tmp_path):

@@ -317,7 +317,7 @@ def test_a_history_is_bounded_however_long_the_run():
 
 def test_waiting_images_and_histograms_are_bounded(tmp_path):
     with EventStorage() as storage:
-        for iteration in range(150):
+        for iteration in range(1050):
             storage.iter = iteration
             storage.put_image("image", torch.zeros(1, 1, 1))
             storage.put_histogram("histogram", torch.ones(1), bins=1)
@@ -325,8 +325,8 @@ def test_waiting_images_and_histograms_are_bounded(tmp_path):
         writer.write()
         writer.close()
     events = read_events(tmp_path)
-    assert [event.step for event in events.Images("image")] == list(range(50, 150))
-    assert [event.step for event in events.Histograms("histogram")] == list(range(50, 150))
+    assert [event.step for event in events.Images("image")] == list(range(50, 1050))
+    assert [event.step for event in events.Histograms("histogram")] == list(range(50, 1050))
 
 
 def test_a_name_that_was_never_put_is_an_error_and_counts_no_samples():
@@ -777,6 +777,30 @@ def test_images_and_histograms_of_the_iteration_of_a_checkpoint_are_there_after_
     assert [each.step for each in events.Images("image")] == [0, 1, 2, 3, 4]
     weights = [(each.step, each.histogram_value.num) for each in events.Histograms("weights")]
     assert weights == [(step, step + 1) for step in range(5)]
+
+
+def test_an_image_stays_as_it_was_put_and_holds_no_more_than_itself():
+    images, array = torch.zeros(50, 1, 2, 2), np.zeros((1, 2, 2))
+    with EventStorage() as storage:
+        storage.put_image("tensor", images[0])
+        storage.put_image("array", array)
+        storage.put_histogram("array", array)
+        images += 1
+        array += 1
+        kept = [image for _, image, _ in storage._vis_data]
+    assert [image.max() for image in kept] == [0, 0]
+    assert kept[0].untyped_storage().nbytes() == 16
+    assert storage._histogram_data[0][1]["max"] == 0
+
+
+def test_many_images_and_histograms_may_wait_and_on_other_ranks_none(as_rank):
+    for rank, num_kept in ((0, 500), (1, 0)):
+        as_rank(rank, 2)
+        storage = EventStorage()
+        for number in range(500):
+            storage.put_image(f"{number}", torch.zeros(1, 1, 1))
+            storage.put_histogram(f"{number}", torch.zeros(1))
+        assert (len(storage._vis_data), len(storage._histogram_data)) == (num_kept, num_kept)
 
 
 def test_cleared_images_and_histograms_are_not_written(tmp_path):

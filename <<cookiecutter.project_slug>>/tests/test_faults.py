@@ -287,7 +287,7 @@ PARTS = "model", "optimizer", "iteration", "storage"
     ("form", "part"),
     [*(("archive", part) for part in PARTS), *((form, "model") for form in [*SAVES][1:])],
 )
-@pytest.mark.parametrize("place", ["newest", "tagged", "final", "weights"])
+@pytest.mark.parametrize("place", ["newest", "tagged", "final", "best", "weights"])
 def test_code_in_a_file_is_refused_in_one_line_and_not_passed_over(
     place, form, part, straight, tmp_path, capsys
 ):
@@ -295,7 +295,12 @@ def test_code_in_a_file_is_refused_in_one_line_and_not_passed_over(
     output.mkdir()
     good = output / "model_0000001.pth"
     good.write_bytes((straight / good.name).read_bytes())
-    names = {"newest": "model_0000003.pth", "tagged": "x.pth", "final": "model_final.pth"}
+    names = {
+        "newest": "model_0000003.pth",
+        "tagged": "x.pth",
+        "final": "model_final.pth",
+        "best": "model_best.pth",
+    }
     bad = output / names.get(place, "model_other.bin")
     SAVES[form]({**torch.load(good), part: Malicious(str(victim))}, bad)
     if place == "tagged":

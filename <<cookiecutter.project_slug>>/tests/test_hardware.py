@@ -156,13 +156,16 @@ def test_batch_norms_over_ranks_are_refused_without_gpus(monkeypatch):
         check_cfg(with_settings(SYNC_BN=True), num_ranks=2)
 
 
-@pytest.mark.parametrize("name", ["0.weight", "1.running_var"])
+@pytest.mark.parametrize("name", ["0.weight", "1.running_var", "wave", "sparse"])
 def test_weights_and_statistics_that_are_not_finite_are_not_saved(tmp_path, name):
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     model.register_buffer("mask", torch.full((2,), -math.inf))
+    model.register_buffer("wave", torch.zeros(2, dtype=torch.complex64))
+    model.register_buffer("sparse", torch.eye(2).to_sparse())
     checkpointer = Checkpointer(build_parallel(with_settings(), model), str(tmp_path))
     checkpointer.save("good")
-    model.state_dict()[name].view(-1)[0] = math.inf
+    tensor = model.state_dict()[name]
+    (tensor._values() if tensor.is_sparse else tensor.view(-1))[0] = math.inf
     with pytest.raises(NonFiniteError, match=rf"not saved: {name}; last good.*good\.pth"):
         checkpointer.save("bad")
     assert {path.name for path in tmp_path.iterdir()} == {"good.pth", "last_checkpoint"}

@@ -347,9 +347,13 @@ def test_other_arguments_are_as_in_python_and_reach_every_group():
             ({"OPTIMIZER": "AdamW", "OPTIMIZER_ARGS": f"{argument}=0"}, (f"SOLVER.{key} ",))
             for argument, key in SETTINGS.items()
         ),
+        ({"OPTIMIZER_ARGS": "capturable=True"}, ("capturable: SGD has no such", "foreach")),
         *(
-            ({"OPTIMIZER_ARGS": f"{argument}=True"}, (f"{argument}: SGD has no such argument",))
-            for argument in ("fused", "differentiable", "params")
+            ({"OPTIMIZER": "AdamW", "OPTIMIZER_ARGS": text}, (f"{argument}: is chosen ",))
+            for argument, text in (
+                *(("fused", "fused=False"), ("capturable", "capturable=True")),
+                *(("differentiable", "differentiable=True"), ("params", "params=0")),
+            )
         ),
         ({"OPTIMIZER": "Rprop"}, ("SOLVER.WEIGHT_DECAY: 0.0001", "set 0.0")),
         ({"OPTIMIZER": "AdamW", "NESTEROV": True}, ("SOLVER.NESTEROV: True", "set False")),
@@ -374,6 +378,7 @@ def test_a_model_that_the_optimizer_does_not_take_is_refused_in_one_line():
     message = error_of(build_optimizer, settings_for("Muon"), nn.Linear(2, 2))
     assert message.startswith("SOLVER.OPTIMIZER: Muon")
     assert "2D" in message
+    assert message.endswith(": SGD or AdamW takes any parameters")
 
 
 # Resuming the optimizer

@@ -99,6 +99,14 @@ def test_a_scheduler_of_torch_is_stepped_through(chart, monkeypatch):
     assert chart(*STEPS, "SOLVER.STEPS", "()")[0] == expected
 
 
+def test_a_scheduler_that_depends_on_results_is_refused_in_one_line(chart, monkeypatch):
+    monkeypatch.setattr(
+        schedule, "build_schedule", lambda _, optimizer: lr_scheduler.ReduceLROnPlateau(optimizer)
+    )
+    with pytest.raises(SettingsError, match=r"^schedule.py: ReduceLROnPlateau: .*lr in metrics"):
+        chart()
+
+
 def test_mistakes_end_in_one_line(chart, tmp_path, capsys):
     with pytest.raises(SettingsError, match="^SOLVER.GAMMA"):
         chart("SOLVER.GAMMA", "0")

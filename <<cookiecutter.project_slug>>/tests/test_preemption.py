@@ -11,10 +11,9 @@ import pytest
 import torch.distributed as dist
 from ranks import run_on_ranks
 
+from data import signals_held
 from plumbing import comm, preemption
-from plumbing.preemption import StopRequest, signals_held
-
-SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
+from plumbing.preemption import SIGNALS, StopRequest
 
 
 @pytest.fixture(autouse=True)

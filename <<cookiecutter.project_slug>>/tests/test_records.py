@@ -14,7 +14,7 @@ from conftest import read_events
 from defaults import get_cfg
 from plumbing import comm
 from plumbing.events import EventStorage, EventWriter
-from records import CommonMetricPrinter, CSVWriter, log_results, open_writers
+from records import CommonMetricPrinter, CSVWriter, log_results, open_writers, save_results
 
 
 def writers_in(folder, start_iter=0, max_iter=10, rate=0.1):
@@ -79,6 +79,14 @@ def test_a_writer_that_fails_at_the_end_keeps_no_other_from_writing(tmp_path):
         with pytest.raises(OSError, match="metrics"), writers_in(tmp_path):
             pass
     assert read_events(tmp_path).Scalars("loss")[0].value == 1.5
+
+
+def test_a_run_that_goes_on_is_not_told_as_finished(tmp_path):
+    save_results(str(tmp_path), 3, {"x": 1.0})
+    with EventStorage(4), writers_in(tmp_path, 4):
+        assert not (tmp_path / "results.json").exists()
+    with EventStorage(4), writers_in(tmp_path, 4):  # without one too
+        pass
 
 
 def test_a_resumed_run_replaces_the_last_iteration_and_what_came_after(tmp_path):

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from conftest import arguments, parse, train_here
+from conftest import ROOT, arguments, own_log, parse, train_here
 
 import train
 from data import dataset_size
@@ -204,6 +204,53 @@ def test_a_rate_by_epochs_gets_the_length_of_an_epoch():
     assert cfg.SOLVER.ITERS_PER_EPOCH == 23
 
 
+def warnings_of(logged, profile=(0, 0), **changes):
+    logged.clear()
+    cfg = settings(**changes)
+    cfg.PROFILE = profile
+    setup_length(cfg, lambda cfg: 1000, [], is_training=True)
+    return [record.getMessage() for record in logged.records if record.levelname == "WARNING"]
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "late", "in_time"),
+    [
+        ("WARMUP_ITERS", "constant", 100, 99),
+        ("STEPS", "multistep", (100, 200), (200, 99)),
+        ("STEP_SIZE", "step", 100, 99),
+        ("FLAT_ITERS", "flat_cosine", 100, 99),
+        ("CYCLE_UP_ITERS", "one_cycle", 100, 99),
+        ("CYCLE_UP_ITERS", "cyclic", 100, 99),
+        ("CYCLE_ITERS", "cosine_restarts", 100, 99),
+    ],
+)
+def test_what_begins_after_the_end_of_the_run_is_one_warning(logged, key, name, late, in_time):
+    solver = {"MAX_ITER": 100, "LR_SCHEDULER_NAME": name}
+    (line,) = warnings_of(logged, **solver, **{key: late})
+    assert line.startswith(f"SOLVER.{key}: {late}: the run ends before")
+    assert line.endswith("SOLVER.MAX_ITER 100")
+    assert warnings_of(logged, **solver, **{key: in_time}) == []
+    if key != "WARMUP_ITERS":
+        assert warnings_of(logged, MAX_ITER=100, LR_SCHEDULER_NAME="cosine", **{key: late}) == []
+
+
+def test_a_profile_after_the_end_and_a_best_model_without_evaluations_are_one_warning(logged):
+    (line,) = warnings_of(logged, profile=(1000, 1010))
+    assert line.startswith("PROFILE: (1000, 1010): the run ends before")
+    assert warnings_of(logged, profile=(999, 1010)) == []
+    (line,) = warnings_of(logged, EVAL_PERIOD=-1)
+    assert line.startswith("TEST.BEST_METRIC: digits_test/accuracy: no best model")
+    assert warnings_of(logged, EVAL_PERIOD=0) == []
+
+
+def test_the_defaults_and_the_example_are_no_warning(logged):
+    assert warnings_of(logged) == []
+    cfg = get_cfg()
+    merge_settings(cfg, str(ROOT / "cfg.yaml"), [])
+    setup_length(cfg, dataset_size, [], is_training=True)
+    assert [record for record in logged.records if record.levelname == "WARNING"] == []
+
+
 def test_an_evaluation_needs_no_training_data():
     def unread(cfg):
         raise AssertionError
@@ -246,8 +293,9 @@ def test_a_run_in_epochs_keeps_its_iterations_and_goes_on_with_more_epochs(tmp_p
 
 def test_the_settings_of_a_run_are_scaled_before_they_are_checked(tmp_path, monkeypatch):
     words = "SOLVER.REFERENCE_WORLD_SIZE 8 SOLVER.BATCH_SIZE 512 SOLVER.MAX_ITER 3"
-    monkeypatch.setattr(train, "freeze_cfg", lambda cfg, resume: cfg.freeze())
-    cfg = train.setup(parse(arguments(tmp_path / "run", words)))
+    monkeypatch.setattr(train, "freeze_cfg", lambda cfg, *_, **__: cfg.freeze())
+    with own_log():
+        cfg = train.setup(parse(arguments(tmp_path / "run", words)))
     assert (cfg.SOLVER.BATCH_SIZE, cfg.SOLVER.MAX_ITER) == (64, 24)
     assert math.isclose(cfg.SOLVER.BASE_LR, 0.3 / 8)
     log = (tmp_path / "run/log.txt").read_text()

@@ -261,18 +261,28 @@ def keep(tmp_path, caplog):
     """keep(resume, **settings): the frozen settings of a run and its warnings."""
     caplog.set_level(logging.INFO, logger="defaults")
 
-    def kept(resume=False, **changes):
+    def kept(resume=False, is_training=True, **changes):
         caplog.clear()
         cfg = get_cfg()
         cfg.OUTPUT_DIR = str(tmp_path)
         for key, value in changes.items():
-            cfg[key] = value
-        freeze_cfg(cfg, resume)
+            (cfg if key in cfg else cfg.SOLVER)[key] = value
+        freeze_cfg(cfg, resume, is_training)
         save_cfg(cfg)
         warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
         return cfg, warnings
 
     return kept
+
+
+def test_a_run_scaled_to_some_ranks_goes_on_with_as_many_or_with_its_own_settings(keep):
+    keep(REFERENCE_WORLD_SIZE=2)
+    keep(resume=True, REFERENCE_WORLD_SIZE=2)
+    with pytest.raises(SettingsError, match="scaled to 2 ranks.* to 4: resume with 2, or.*config"):
+        keep(resume=True, REFERENCE_WORLD_SIZE=4)
+    keep(resume=True, is_training=False, REFERENCE_WORLD_SIZE=4)
+    keep(resume=True, REFERENCE_WORLD_SIZE=0)
+    keep(REFERENCE_WORLD_SIZE=4)
 
 
 def test_settings_are_frozen_logged_and_saved_so_that_they_can_be_read_again(

@@ -157,6 +157,17 @@ def test_the_folder_is_made_and_the_log_goes_to_it_and_to_the_screen(start, caps
     assert "a message" in capsys.readouterr().out
 
 
+def test_a_log_that_cannot_be_written_is_no_traceback_a_line(start, monkeypatch, capsys):
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(logging, "raiseExceptions", True)
+    start()
+    monkeypatch.setattr(logging.getLogger().handlers[0].stream, "write", full, raising=False)
+    logging.getLogger().info("a message")
+    assert capsys.readouterr().err == ""
+
+
 def test_the_log_of_a_resumed_run_is_appended_to_and_each_line_stands_once(start):
     start()
     folder = start(may_exist=True)

@@ -389,6 +389,27 @@ def test_a_skipped_step_changes_nothing(tmp_path):
     assert state["scaler"]["skips"] == 1
 
 
+class Moving(Faulty):
+    """Has a statistic that each forward pass replaces by a new tensor."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.register_buffer("average", torch.zeros(1))
+
+    def forward(self, batch):
+        result = super().forward(batch)
+        if self.training:
+            self.average = 0.9 * self.average + result["loss_cls"].detach().reshape(1)
+        return result
+
+
+def test_a_skipped_step_leaves_a_statistic_that_is_replaced_as_it_was(tmp_path):
+    words = f"{TINY} SOLVER.NONFINITE skip"
+    train_with(model := Moving([3], 0), tmp_path / "run", words)
+    assert model.average.isfinite()
+    assert rows_of(tmp_path / "run")[-1]["skips"] == 1
+
+
 def test_too_many_skips_in_a_row_end_the_run(tmp_path):
     train_skipping(tmp_path / "enough", [3, 4, 6, 7], 3, False)
     with pytest.raises(comm.NonFiniteError, match="iteration 8 .*skips_in_a_row inf"):
@@ -653,6 +674,20 @@ def test_a_finished_run_says_so_and_gives_its_results(output):
     assert contents(output, "log.txt") == before
 
 
+@pytest.mark.parametrize("final", ["missing", "damaged"])
+def test_a_run_killed_between_its_last_two_files_gets_the_final_one(final, straight, tmp_path):
+    shutil.copytree(straight, tmp_path / "run")
+    (tmp_path / "run/results.json").unlink()
+    file = tmp_path / "run/model_final.pth"
+    file.unlink()
+    if final == "damaged":
+        file.write_bytes(b"PK")
+    (tmp_path / "run/last_checkpoint").write_text("model_0000011.pth")
+    train_here(tmp_path / "run", "--resume")
+    assert differences(checkpoint_of(tmp_path / "run"), checkpoint_of(straight)) == []
+    assert (tmp_path / "run/last_checkpoint").read_text() == "model_final.pth"
+
+
 def test_a_finished_run_goes_on_when_max_iter_is_raised(straight, tmp_path):
     shutil.copytree(straight, tmp_path / "run")
     train_here(tmp_path / "run", "--resume SOLVER.MAX_ITER 14")
@@ -664,7 +699,7 @@ def test_a_finished_run_goes_on_when_max_iter_is_raised(straight, tmp_path):
 def test_a_resume_of_nothing_warns_and_starts_from_scratch(straight, tmp_path):
     train_here(tmp_path / "run", "--resume")
     log = (tmp_path / "run/log.txt").read_text()
-    assert re.search(r"nothing in .* starting from scratch", log)
+    assert re.search(r"nothing to resume in .* starting from scratch", log)
     assert differences(outcome_of(straight), outcome_of(tmp_path / "run")) == []
 
 

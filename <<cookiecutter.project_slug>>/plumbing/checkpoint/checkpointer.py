@@ -97,7 +97,7 @@ class Checkpointer:
         self.logger.info("Loading the model from %s", path)
         keys = list(self.checkpointables) if checkpointables is None else checkpointables
         checkpoint = self._read(path, keys)
-        if differences := _describe(self._load_model(checkpoint)):
+        if differences := _describe(self._load_model(checkpoint, path)):
             self.logger.warning("The model is not the one saved: %s", differences)
         self._load_checkpointables(checkpoint, path, keys)
         return checkpoint
@@ -115,12 +115,12 @@ class Checkpointer:
         self.logger.info("Resuming from %s", file)
         comm.last_checkpoint = file
         checkpoint = self._read(file, self.checkpointables)
-        rank_buffers = checkpoint.get("rank_buffers", [])
-        if differences := _describe(self._load_model(checkpoint)):
+        rank_buffers = checkpoint.get("rank_buffers")
+        if differences := _describe(self._load_model(checkpoint, file)):
             advice = "restore its settings, or start elsewhere with this file as MODEL.WEIGHTS"
             raise comm.SettingsError(f"--resume: {file} has another model: {differences}: {advice}")
-        if len(rank_buffers) == comm.get_world_size():
-            comm.load_buffers(self.model, rank_buffers[comm.get_rank()])
+        if rank_buffers and len(rank_buffers["ranks"]) == comm.get_world_size():
+            comm.load_buffers(self.model, rank_buffers, comm.get_rank())
         self._load_checkpointables(checkpoint, file, self.checkpointables)
         self._resumed = checkpoint
         return checkpoint
@@ -128,20 +128,20 @@ class Checkpointer:
     def _newest_good_file(self) -> str:
         tagged = self.get_checkpoint_file()
         paths = self.get_all_checkpoint_files()
-        found = [m for path in paths if (m := re.fullmatch(r".*/model_(\d{7,}|final)\.pth", path))]
-        number_of = {m[0]: math.inf if m[1] == "final" else int(m[1]) for m in found}
+        found = [m for p in paths if (m := re.fullmatch(r".*/model_(\d{7,}|final|best)\.pth", p))]
+        number_of = {m[0]: float({"final": "inf", "best": -1}.get(m[1], m[1])) for m in found}
         in_turn = [tagged] * bool(tagged) + sorted(number_of, key=number_of.get, reverse=True)
         files = {file: number_of.get(file, math.inf) for file in in_turn}
         for torn in glob.glob(os.path.join(glob.escape(self.save_dir), "model_*.pth.tmp")):
             with contextlib.suppress(OSError):
                 os.remove(torn)
-        final, end = "", -1  # of a shorter run perhaps, which went on: then others are newer
+        final, end = "", -2  # of a shorter run perhaps, which went on: then others are newer
         for file, number in files.items():
             if number <= end:
                 break
             try:
                 iteration = self._read(file, self.checkpointables).get("iteration")
-                fits = type(iteration) is int and number in (iteration, math.inf)
+                fits = type(iteration) is int and number in (iteration, math.inf, -1)
                 if not fits and (file in number_of or iteration is not None):
                     raise comm.SettingsError(f"checkpoint {file} is damaged: iteration {iteration}")
             except comm.SettingsError as error:
@@ -156,7 +156,7 @@ class Checkpointer:
             advice = "restore one from a backup, or start again in another OUTPUT_DIR"
             raise comm.SettingsError(f"--resume: no good checkpoint in {self.save_dir}: {advice}")
         if not final:
-            self.logger.warning("--resume: nothing in %s: starting from scratch", self.save_dir)
+            self.logger.warning("nothing to resume in %s: starting from scratch", self.save_dir)
         return final
 
     def _read(self, path: str, keys: Iterable[str]) -> dict:
@@ -172,14 +172,18 @@ class Checkpointer:
                 raise comm.SettingsError(f"checkpoint {path} is damaged: {key} is no tensor")
         return checkpoint
 
-    def _load_model(self, checkpoint: dict) -> "_IncompatibleKeys":
+    def _load_model(self, checkpoint: dict, path: str) -> "_IncompatibleKeys":
         checkpoint.pop("rank_buffers", None)
         state = dict(checkpoint.pop("model"))
         for key in [key for key, value in state.items() if isinstance(value, np.ndarray)]:
             state[key] = torch.from_numpy(state[key])
         own_state = self.model.state_dict(keep_vars=True)
-        if all(key.startswith("module.") for key in state) and not state.keys() & own_state.keys():
-            state = {key.removeprefix("module."): value for key, value in state.items()}
+        parts = {key.partition(".")[0] for key in state}  # "module" or the like before every name?
+        if len(parts) == 1 and not state.keys() & own_state.keys():
+            state = {key.removeprefix(f"{min(parts)}."): value for key, value in state.items()}
+        if own_state and not state.keys() & own_state.keys():
+            names = f"{', '.join([*state][:3])}, not {', '.join([*own_state][:3])}: rename them"
+            raise comm.SettingsError(f"{path} has nothing for this model: it holds {names}")
         incorrect_shapes, names_of = [], defaultdict(list)
         for key, own in own_state.items():
             names_of[id(own)].append(key)
@@ -198,11 +202,10 @@ class Checkpointer:
 
     def _load_checkpointables(self, checkpoint: dict, path: str, keys: Iterable[str]) -> None:
         for key in keys:
-            state = checkpoint.pop(key, None)
-            if state is None:
-                self.logger.warning("%s holds no %s, which starts anew", path, key)
-            elif state:  # that of a grad scaler that was off is empty
+            if state := checkpoint.pop(key, None):
                 self.checkpointables[key].load_state_dict(state)
+            elif state is None or self.checkpointables[key].state_dict():  # else one that is off
+                self.logger.warning("%s holds no %s, which starts anew", path, key)
 
 
 class _IncompatibleKeys(NamedTuple):

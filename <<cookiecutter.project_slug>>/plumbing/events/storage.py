@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from plumbing import comm
-from plumbing.comm import NonFiniteError
 
 from .history import HistoryBuffer
 
@@ -45,7 +44,8 @@ class EventStorage:
         self._read: list[float] = []  # this rank's values of the first ones of them
         self._finite: tuple[str, ...] = ("loss",)  # as in the last ``reduce``
         self._shown: tuple[int, dict] | None = None  # what writers got last, while it holds
-        self._vis_data, self._histogram_data = deque(maxlen=100), deque(maxlen=100)
+        length = 1000 * comm.is_main_process()  # which alone has writers
+        self._vis_data, self._histogram_data = deque(maxlen=length), deque(maxlen=length)
 
     @property
     def iteration(self) -> int:
@@ -110,11 +110,12 @@ class EventStorage:
 
     def put_image(self, img_name: str, img_tensor: torch.Tensor) -> None:
         """Keep an image for the writers: (C, H, W), RGB or grey, uint8 or float in [0, 1]."""
-        self._vis_data.append((self._prefix + img_name, img_tensor, self.iter))
+        image = torch.as_tensor(img_tensor).detach().clone()  # its owner may change it
+        self._vis_data.append((self._prefix + img_name, image, self.iter))
 
     def put_histogram(self, hist_name: str, hist_tensor: torch.Tensor, bins: int = 1000) -> None:
         """Keep the histogram of a tensor's finite elements; reads it, so on a GPU this waits."""
-        values = hist_tensor.detach().float().flatten().cpu()
+        values = torch.as_tensor(hist_tensor).detach().float().flatten().cpu()
         if len(values := values[values.isfinite()]):
             counts, edges = torch.histogram(values, bins)  # widens a range of one value itself
             limits = {"min": values.min().item(), "max": values.max().item(), "num": len(values)}
@@ -188,15 +189,14 @@ class EventStorage:
             self._require_finite([put for rank in puts for put in rank], finite)
 
     def _require_finite(self, puts: list[tuple[int, str, int, float]], checked: tuple) -> None:
-        bad = [put for put in puts if not math.isfinite(put[3])]
-        if bad := [put for put in bad if any(part in put[1] for part in checked)]:
+        if bad := [p for p in puts if not math.isfinite(p[3]) and any(c in p[1] for c in checked)]:
             # A loss comes before the gradients, which are bad on all ranks.
             first, _, rank, _ = min(bad, key=lambda put: (put[0], "loss" not in put[1]))
             rates = self._histories.get("lr", HistoryBuffer()).values()
             values = [(name, v) for i, name, r, v in puts if (i, r) == (first, rank)]
             values += [("lr", rate) for rate, i in rates if i == first]
             listing = ", ".join(f"{name} {value:.4g}" for name, value in values)
-            raise NonFiniteError(
+            raise comm.NonFiniteError(
                 f"not finite at iteration {first} on rank {rank}: {listing}; last good checkpoint:"
                 f" {comm.last_checkpoint}; lower SOLVER.BASE_LR or CLIP_GRAD_NORM, or mend the data"
             )
