@@ -187,6 +187,7 @@ def parse_args(words=None):
         usage="%(prog)s --config FILE [--svg FILE] [--log] [--ranks N] [KEY VALUE ...]",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--config", required=True, metavar="FILE", help="settings, YAML")
     parser.add_argument("--svg", metavar="FILE", help="draw a picture into this file, too")

@@ -203,6 +203,7 @@ def parse_args(words=None):
         usage="%(prog)s --config FILE [--resume] [--eval-only] [KEY VALUE ...]",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--config", required=True, metavar="FILE", help="settings, YAML")
     parser.add_argument("--resume", action="store_true", help="go on with the run in OUTPUT_DIR")

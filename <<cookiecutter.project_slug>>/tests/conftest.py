@@ -152,27 +152,39 @@ def shell(*words, **env):
 
 @pytest.fixture(scope="session", autouse=True)
 def begun(request, tmp_path_factory):
-    """{1: a run of train.py from the shell, 2: under torchrun}, which go on beside the tests.
+    """Runs from the shell, which take long and so go on beside the other tests.
 
-    Each is (output, what becomes the finished process); there are none if no test wants ``runs``.
+    {1: one of train.py, 2: under torchrun, "faulty": of faulty.py}, each as (output, what becomes
+    the finished process).  Those that no test wants do not begin.
     """
+    wanted = {name for item in request.session.items for name in item.fixturenames}
+    words = "LOG_PERIOD 20 SOLVER.CHECKPOINT_PERIOD 3 TEST.EVAL_PERIOD 7"
+    commands = {(n, "runs"): (*LAUNCHERS[n], "train.py") for n in LAUNCHERS}
+    commands["faulty", "faulty_run"] = (*TORCHRUN, "tests/faulty.py")
     with ThreadPoolExecutor(max_workers=1) as pool:
         runs = {}
-        if any("runs" in item.fixturenames for item in request.session.items):
-            for num_ranks, launcher in LAUNCHERS.items():
+        for (name, fixture), command in commands.items():
+            if fixture in wanted:
                 output = tmp_path_factory.mktemp("runs") / "output"
-                done = pool.submit(shell, *launcher, "train.py", *arguments(output))
-                runs[num_ranks] = output, done
+                options = arguments(output, words * (name == "faulty"))
+                runs[name] = output, pool.submit(shell, *command, *options)
         yield runs
 
 
 @pytest.fixture(scope="session")
 def runs(begun):
     """{1: output of a process of its own, 2: of two ranks under torchrun}, 12 iterations."""
-    for _, future in begun.values():
-        done = future.result()
+    for num_ranks in LAUNCHERS:
+        done = begun[num_ranks][1].result()
         assert done.returncode == 0, done.stdout + done.stderr
-    return {num_ranks: output for num_ranks, (output, _) in begun.items()}
+    return {num_ranks: begun[num_ranks][0] for num_ranks in LAUNCHERS}
+
+
+@pytest.fixture
+def faulty_run(begun):
+    """The output of two ranks, of which one gets a bad loss in iteration 5, and the process."""
+    output, future = begun["faulty"]
+    return output, future.result()
 
 
 def read_events(folder):

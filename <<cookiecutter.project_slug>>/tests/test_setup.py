@@ -44,7 +44,9 @@ def test_flags_are_off_and_settings_none_unless_given():
     assert (args.resume, args.eval_only, args.opts) == (False, False, [])
 
 
-@pytest.mark.parametrize("text", ["", "SEED 1", "--config", "--config c.yaml --unknown"])
+@pytest.mark.parametrize(
+    "text", ["", "SEED 1", "--config", "--config c.yaml --unknown", "--config c.yaml --resum"]
+)
 def test_a_missing_file_or_an_unknown_flag_ends_the_program(text, capsys):
     with pytest.raises(SystemExit) as caught:
         parse(text)

@@ -16,7 +16,6 @@ import torch
 from conftest import (
     LAUNCHERS,
     ROOT,
-    TORCHRUN,
     arguments,
     counted_waits,
     own_log,
@@ -416,24 +415,11 @@ def test_too_many_skips_in_a_row_end_the_run(tmp_path):
         train_skipping(tmp_path / "run", [6, 7, 8], 3, False)
 
 
-DRIVER = """
-import sys
-sys.path[:0] = {paths}
-import models, train
-from plumbing.setup import launch
-train.build_model = lambda cfg: models.Faulty(iteration=5, rank=1)
-launch(train.main, train.parse_args())
-"""
-
-
-def test_torchrun_shows_the_line_of_a_loss_that_is_not_finite_once(tmp_path):
-    paths = [str(ROOT), str(ROOT / "tests")]
-    (tmp_path / "driver.py").write_text(DRIVER.format(paths=paths))
-    words = "LOG_PERIOD 20 SOLVER.CHECKPOINT_PERIOD 3 TEST.EVAL_PERIOD 7"
-    done = shell(*TORCHRUN, tmp_path / "driver.py", *arguments(tmp_path / "run", words))
+def test_torchrun_shows_the_line_of_a_loss_that_is_not_finite_once(faulty_run):
+    output, done = faulty_run
     assert done.returncode != 0
     assert done.stderr.count("error: not finite at iteration 5 on rank 1: ") == 1
-    assert [path.name for path in (tmp_path / "run").glob("*.pth")] == ["model_0000002.pth"]
+    assert [path.name for path in output.glob("*.pth")] == ["model_0000002.pth"]
 
 
 # Evaluation.
