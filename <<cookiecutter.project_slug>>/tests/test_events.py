@@ -432,6 +432,26 @@ def test_tensors_are_read_in_time_even_if_nothing_is_ever_due():
         put_forever()
 
 
+class OnGpu(torch.Tensor):
+    """Says so, and cannot be read alone."""
+
+    is_cuda = property(lambda self: True)
+
+    def item(self):
+        pytest.fail("a copy for each value")
+
+
+def test_values_on_a_gpu_are_read_together_each_type_exactly():
+    storage = EventStorage()
+    count, double = torch.tensor(2**40 + 1), scalar(7).double()
+    for name, value in {"loss": torch.tensor([2.5]), "count": count, "double": double}.items():
+        storage.put_scalar(name, value.as_subclass(OnGpu))
+    storage.put_norm("norm", [scalar(3).as_subclass(OnGpu), scalar(4).as_subclass(OnGpu)])
+    storage.put_scalar("cpu", scalar(1))
+    expected = {"loss": 2.5, "count": 2**40 + 1, "double": 7.0, "norm": 5.0, "cpu": 1.0}
+    assert {name: value for name, (value, _) in storage.latest().items()} == expected
+
+
 def test_a_large_count_is_kept_exactly():
     storage = EventStorage()
     storage.put_scalars(count=torch.tensor(2**24 + 1), loss=scalar(1))

@@ -1,6 +1,6 @@
 """What one iteration of do_train costs, over a bare loop around the same model: one core, one run.
 
-    python tests/bench/loop.py [--project DIR] [--iters 500] [--rounds 15]
+    python tests/bench/loop.py [--project DIR] [--iters 500] [--rounds 31]
 
 The real do_train of a project, with its storage, writers, checkpointer, schedule and random state,
 on batches in memory; it logs each 20 iterations, into files.  Those of accelerate, lightning and
@@ -223,7 +223,7 @@ def main():
     )
     parser.add_argument("--project", type=Path, default=TEMPLATE_PROJECT)
     parser.add_argument("--iters", type=int, default=500)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=31)
     args = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")

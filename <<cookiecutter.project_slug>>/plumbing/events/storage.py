@@ -3,7 +3,7 @@ import math
 import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice, repeat
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ _STACK = []  # the storages of the open `with` blocks, the innermost last
 _HISTORY_LENGTH = 1000  # values kept of each scalar: memory is bounded
 _WAITING_LENGTH = 100_000  # tensors that may wait, should nothing ever be due
 _MESSAGE_LENGTH = 1024  # float64 values that each rank sends in one collective
+_ITEM = torch.Tensor.item
 
 
 def get_event_storage() -> "EventStorage":
@@ -233,16 +234,13 @@ class EventStorage:
 
 def _read(waiting: Sequence[list[torch.Tensor]]) -> list[float]:
     """The values of single tensors, and the norms of several; a copy for each type on GPUs."""
-    tensors = [tensor for each in waiting for tensor in each]
-    values = [0.0 if tensor.is_cuda else tensor.item() for tensor in tensors]
-    for kind in {(tensor.dtype, tensor.device) for tensor in tensors if tensor.is_cuda}:
-        alike = [i for i, each in enumerate(tensors) if (each.dtype, each.device) == kind]
-        read = torch.stack([tensors[i].view(()) for i in alike]).tolist()
-        for i, value in zip(alike, read):
-            values[i] = value
-    rest = iter(values)
-    parts = [list(islice(rest, len(each))) for each in waiting]
-    return [float(part[0]) if len(part) == 1 else math.hypot(*part) for part in parts]
+    on_gpu, read = [t for each in waiting for t in each if t.is_cuda], {}
+    for kind in {(tensor.dtype, tensor.device) for tensor in on_gpu}:
+        alike = [each for each in on_gpu if (each.dtype, each.device) == kind]
+        values = torch.stack([each.view(()) for each in alike]).tolist()
+        read.update(zip(map(id, alike), values))
+    number = (lambda each: read[id(each)] if each.is_cuda else each.item()) if read else _ITEM
+    return [float(number(*t)) if len(t) == 1 else math.hypot(*map(number, t)) for t in waiting]
 
 
 def _gather(values: list[float], names: Sequence[str]) -> list[list[float]]:
