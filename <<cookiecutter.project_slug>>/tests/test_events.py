@@ -799,6 +799,20 @@ def test_images_and_histograms_of_the_iteration_of_a_checkpoint_are_there_after_
     assert weights == [(step, step + 1) for step in range(5)]
 
 
+def test_a_resumed_run_comes_after_the_old_one_though_the_clock_was_set_back(tmp_path, monkeypatch):
+    for start, now in ((0, 1800000000.5), (2, 1700000000.5)):
+        monkeypatch.setattr("time.time", lambda now=now: now)
+        writer = TensorboardXWriter(str(tmp_path), purge_step=start)
+        with EventStorage(start) as storage:
+            for storage.iter in range(start, 4):
+                storage.put_scalar("loss", start, smoothing_hint=False)
+                writer.write()
+        writer.close()
+    monkeypatch.undo()
+    scalars = [(each.step, each.value) for each in read_events(tmp_path).Scalars("loss")]
+    assert scalars == [(0, 0.0), (1, 0.0), (2, 2.0), (3, 2.0)]
+
+
 def test_an_image_stays_as_it_was_put_and_holds_no_more_than_itself():
     images, array = torch.zeros(50, 1, 2, 2), np.zeros((1, 2, 2))
     with EventStorage() as storage:

@@ -1,17 +1,16 @@
 import collections
 import contextlib
-import itertools
 import json
 import math
 import mmap
 import os
 import platform
+import re
 import time
 from typing import Any, BinaryIO
 
 from .storage import EventStorage, get_event_storage
 
-_numbers = itertools.count()
 _NUM_ROWS = 1000  # at the end of metrics.json, that may still get more names
 
 
@@ -101,10 +100,8 @@ class TensorboardXWriter(EventWriter):
     """Writes for TensorBoard, at once and without a thread; ``purge_step`` hides an old run."""
 
     def __init__(self, log_dir: str, window_size: int = 20, purge_step: int | None = None):
-        name = f"events.out.tfevents.{time.time():.6f}.{platform.node()}.{os.getpid()}"
-        self._path = os.path.join(log_dir, f"{name}.{next(_numbers)}")
+        self._log_dir, self._records, self._written = log_dir, None, set()
         self._scalars, self._purge_step = _NewScalars(window_size, purge_step or 0), purge_step
-        self._records, self._written = None, set()
 
     def write(self) -> None:
         storage = get_event_storage()
@@ -132,8 +129,13 @@ class TensorboardXWriter(EventWriter):
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         if self._records is None:
-            os.makedirs(os.path.dirname(self._path), exist_ok=True)
-            self._records = RecordWriter(open(self._path, "xb"))  # noqa: SIM115
+            os.makedirs(self._log_dir, exist_ok=True)
+            # Files are read in the order of their names, and a clock may have been set back.
+            old = [re.match(r"events\.out\.tfevents\.(\d+)", n) for n in os.listdir(self._log_dir)]
+            stamp = max([time.time(), *(int(match[1]) + 1 for match in old if match)])
+            name = f"events.out.tfevents.{stamp:.6f}.{platform.node()}.{os.getpid()}"
+            file = open(os.path.join(self._log_dir, name), "xb")  # noqa: SIM115
+            self._records = RecordWriter(file)
             self._add(file_version="brain.Event:2")
             if self._purge_step is not None:
                 start = SessionLog(status=SessionLog.START)
