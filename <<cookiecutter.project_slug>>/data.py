@@ -212,7 +212,7 @@ def _end(workers):
     ended = multiprocessing.connection.wait([worker.sentinel for worker in workers], timeout=1)
     for worker in workers:
         if worker.sentinel in ended:
-            worker.join()  # its files are closed already, but it may not have ended quite yet
+            worker.join(10)  # its files are closed already, but it may not have ended quite yet
     codes = [worker.exitcode for worker in workers if worker.exitcode]
     for worker in workers:
         worker.kill()  # one that waits for a lock of the dead would not end by itself

@@ -12,6 +12,7 @@ import time
 
 from plumbing import comm
 from plumbing.checkpoint.files import write_atomically
+from plumbing.comm import SettingsError
 from plumbing.events import (
     EventWriter,
     JSONWriter,
@@ -33,8 +34,13 @@ def open_writers(cfg, start_iter):
 
     A resume replaces what was written from ``start_iter - 1`` on.  What is left at the end is
     written, also after an exception.
+
+    Raises:
+        SettingsError: more than MAX_ITER iterations have been trained; nothing was written.
     """
     first, max_iter = max(start_iter - 1, 0), cfg.SOLVER.MAX_ITER
+    if start_iter > max_iter:
+        raise SettingsError(f"SOLVER.MAX_ITER: {max_iter}, but {start_iter} have been trained")
     if comm.is_main_process():
         with contextlib.suppress(FileNotFoundError):  # of a shorter run, which now goes on
             os.remove(os.path.join(cfg.OUTPUT_DIR, "results.json"))

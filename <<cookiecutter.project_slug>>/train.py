@@ -61,8 +61,6 @@ def catch_up(cfg, model, iteration, periods, writers, periodic_checkpointer, bes
     logger.info("Starting training from iteration %d", iteration + 1)
     storage, results = get_event_storage(), {}
     storage.iter = iteration
-    if iteration >= cfg.SOLVER.MAX_ITER:
-        raise comm.SettingsError(f"SOLVER.MAX_ITER: {iteration + 1} iterations have been trained")
     save_cfg(cfg)
     if iteration == cfg.SOLVER.MAX_ITER - 1:
         periodic_checkpointer.step(iteration, seed=cfg.SEED)  # the final one may be missing

@@ -49,9 +49,9 @@ class StopRequest:
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join(timeout=10)
+        over = self._asked.is_set() or self._stop_at is not None
         for number, handler in self._handlers.items():  # the process ends, asked again or not
-            again = self._asked.is_set() and number != signal.SIGINT
-            signal.signal(number, signal.SIG_IGN if again else handler)
+            signal.signal(number, signal.SIG_IGN if over and number != signal.SIGINT else handler)
 
     def _ask(self, number: int, _: Any) -> None:
         self._asked.set()

@@ -74,8 +74,8 @@ def setup_run(output_dir: str, may_exist: bool) -> bool:
     path = os.path.join(output_dir, f"log.txt.rank{rank}" if rank else "log.txt")
     form, date = "[%(asctime)s %(levelname)s %(name)s]: %(message)s", "%m/%d %H:%M:%S"
     handlers = [logging.FileHandler(path, encoding="utf-8")]
-    logging.raiseExceptions = False  # a full disk is told where it costs something, in one line
     handlers += [] if rank else [logging.StreamHandler(sys.stdout)]
+    logging.raiseExceptions = False  # a full disk is told where it costs something, in one line
     logging.basicConfig(level="INFO", format=form, datefmt=date, handlers=handlers, force=True)
     return restarted
 

@@ -117,8 +117,11 @@ def stops(asked_rank, asked_iteration, start_iter=0):
                 os.kill(os.getpid(), signal.SIGUSR1)
             time.sleep(0.001 * (1 + comm.get_rank()))  # the ranks are not in step
             if stop.agreed(iteration):
-                return iteration
-    return -1
+                break
+        else:
+            return -1
+    os.kill(os.getpid(), signal.SIGTERM)  # although this rank was perhaps not asked before
+    return iteration
 
 
 def stops_all_if_one_is_asked():

@@ -620,12 +620,16 @@ def test_input_that_is_bad_on_a_closer_look_leaves_the_folder_free(words, patter
     assert train_here(folder / "run", "SOLVER.MAX_ITER 1")
 
 
-def test_a_refused_resume_leaves_the_run_as_it_was(straight, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("words", "pattern"),
+    [("MODEL.WIDTH 9", "another model"), ("SOLVER.MAX_ITER 7", "MAX_ITER: 7, but 12 have been")],
+)
+def test_a_refused_resume_leaves_the_run_as_it_was(words, pattern, straight, tmp_path, capsys):
     shutil.copytree(straight, tmp_path / "run")
     (tmp_path / "run/results.json").unlink()
     before = contents(tmp_path, "log.txt")
-    error = refusal("--resume MODEL.WIDTH 9", tmp_path, capsys)
-    assert re.fullmatch("error: .*another.*\n", error)
+    error = refusal(f"--resume {words}", tmp_path, capsys)
+    assert re.fullmatch(f"error: .*{pattern}.*\n", error)
     assert contents(tmp_path, "log.txt") == before
 
 
