@@ -1,9 +1,13 @@
-# The template's own commands; "make help" lists them. They need Python 3.10+, git and make.
+# The template's own commands; "make help" lists them. They need Python 3.10 to 3.13, git and make.
 
 PYTHON ?= python3
 PROJECT := <<cookiecutter.project_slug>>
 BIN := .venv/bin
 OLD := build/cookiecutter-2.6.0
+FLOORS := build/floors
+
+# Tests of one file run in one process: they share its fixtures.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 export PYTHONDONTWRITEBYTECODE := 1
 
@@ -11,7 +15,7 @@ export PYTHONDONTWRITEBYTECODE := 1
 .DELETE_ON_ERROR:
 
 help:  ## list these commands
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile
+	@sed -n 's/^\([a-z]*\):.*## /make \1\t/p' Makefile
 
 demo: .venv/installed build/cookiecutter.yaml  ## make a project in build/digits and train it
 	rm -rf build/digits
@@ -25,8 +29,9 @@ demo: .venv/installed build/cookiecutter.yaml  ## make a project in build/digits
 	    print("test accuracy: {:.4f}".format(row["digits_test/accuracy"]))'
 	@echo "$(BIN)/tensorboard --logdir build/digits/output"
 
-test: lint $(OLD)/installed  ## bake, run and measure generated projects
-	$(BIN)/python -m pytest
+test: lint $(OLD)/installed $(FLOORS)/installed  ## test the project's code, then bake projects and use them
+	$(PYTEST) tests/project --confcutdir tests/project
+	$(PYTEST) tests --ignore tests/project
 
 PROGRAMS ?=
 bench: .venv/installed  ## run the measuring programs: PROGRAMS="tests/bench/loop.py ..."
@@ -39,6 +44,7 @@ soak: .venv/installed  ## kill and resume trainings at random: KILLS=100 SEED=0
 
 lint: .venv/installed  ## check the style of all Python
 	$(BIN)/ruff check --no-cache hooks tests '$(PROJECT)'
+	$(BIN)/ruff format --check --no-cache hooks tests '$(PROJECT)'
 
 clean:  ## remove .venv, build and caches
 	rm -rf .venv build
@@ -51,13 +57,24 @@ clean:  ## remove .venv, build and caches
 	    "Python 3.10+ is missing ($(PYTHON)): run make again with PYTHON=/path/to/python3"; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo \
 	    "Python's venv is missing ($(PYTHON)): install python3-venv, then run make again"; exit 1; }
-	$(PYTHON) -m venv --clear .venv
+	rm -rf .venv
+	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
 	@touch $@
 
 $(OLD)/installed: .venv/installed
 	rm -rf $(OLD)
 	$(BIN)/python -m pip install --quiet --target $(OLD) cookiecutter==2.6.0
+	@touch $@
+
+# The oldest release of each library that a project allows, in a folder of its own; torch is not
+# among them, since requirements-dev.txt has its oldest one. One that has no wheel for this Python
+# is not tested here.
+$(FLOORS)/installed: .venv/installed $(PROJECT)/requirements.txt
+	rm -rf $(FLOORS)
+	@sed -n 's/^\([a-z]*\)>=/\1==/p' '$(PROJECT)/requirements.txt' | grep -v '^torch=' | while read -r pin; do \
+	    echo "$$pin"; $(BIN)/python -m pip install --quiet --no-deps --only-binary :all: \
+	        --target "$(FLOORS)/$${pin%%==*}" "$$pin" || echo "no $$pin for this Python"; done
 	@touch $@
 
 build/cookiecutter.yaml:

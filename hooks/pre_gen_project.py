@@ -8,10 +8,11 @@ import sys
 # A JSON list in a raw string: no quote, backslash or letter in an answer can break this source.
 # The slug is the one asked for: cookiecutter.json has turned "/", "", "." and ".." in project_slug
 # into a folder of its own, so that a refusal leaves no parent folder and meets no existing one.
-TEMPLATE, SLUG, ANSWERS = json.loads(
-    r"""<< [cookiecutter._template, cookiecutter.__asked_slug,
-    {"project_name": cookiecutter.project_name, "description": cookiecutter.description,
-    "author": cookiecutter.author}] | jsonify >>"""
+TEMPLATE, SLUG, RECIPES, KNOWN_RECIPES, ANSWERS = json.loads(
+    r"""<< [cookiecutter._template, cookiecutter.__asked_slug, cookiecutter.recipes,
+    cookiecutter._recipes, {"project_name": cookiecutter.project_name,
+    "description": cookiecutter.description, "author": cookiecutter.author,
+    "recipes": cookiecutter.recipes}] | jsonify >>"""
 )
 
 
@@ -30,3 +31,8 @@ if not re.fullmatch(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,62}[A-Za-z0-9])?", SLUG):
     good = re.sub(r"[^A-Za-z0-9._]+", "-", SLUG).strip("-._")[:64].strip("-._") or "my-project"
     rule = "must be 1 to 64 of A-Z a-z 0-9 - _ . and start and end with a letter or a digit"
     refuse("project_slug", SLUG, rule, good)
+
+for name in RECIPES.split():
+    if name not in KNOWN_RECIPES and RECIPES.split() != ["none"]:
+        known = " ".join(sorted(KNOWN_RECIPES)) or "none"
+        refuse("recipes", name, f"must be some of these names: {known}", known.split()[0])

@@ -19,6 +19,36 @@ def git(*arguments, cwd):
     return done.stdout
 
 
+def environment_of_a_shell():
+    """The environment of a new shell, in which nothing of the tests' own environment is active."""
+    env = dict(os.environ)
+    for key in ("PYTHONPATH", "VIRTUAL_ENV", "PYTEST_ADDOPTS", "MAKEFLAGS", "MAKELEVEL", "MFLAGS"):
+        env.pop(key, None)
+    own = str(Path(sys.prefix, "bin"))
+    env["PATH"] = os.pathsep.join(p for p in env["PATH"].split(os.pathsep) if p != own)
+    return env
+
+
+def run(command, cwd, timeout=900, **variables):
+    """Run a command, and return what it printed; a failure shows all of it."""
+    env = {**environment_of_a_shell(), **variables}
+    try:
+        done = subprocess.run(
+            command,
+            cwd=cwd,
+            env=env,
+            timeout=timeout,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+    except subprocess.TimeoutExpired as error:
+        printed = (error.stdout or b"").decode()
+        pytest.fail(f"{command}: not done in {timeout} s\n{printed}")
+    assert done.returncode == 0, f"{command}\n{done.stdout}"
+    return done.stdout
+
+
 def files_under(folder):
     """Return the sorted relative names of all files below a folder, git's own left out."""
     names = [path.relative_to(folder) for path in Path(folder).rglob("*") if path.is_file()]
@@ -29,7 +59,9 @@ class Baker:
     """Bakes into fresh folders below ``home``, by cookiecutter's function or its command line."""
 
     def __init__(self, template, home):
-        self.template, self.home, self.count = template, home, 0
+        self.template = template
+        self.home = home
+        self.count = 0
         self.config = home / "cookiecutter.yaml"
         self.config.write_text(
             f'cookiecutters_dir: "{home / "clones"}"\nreplay_dir: "{home / "replay"}"\n'
@@ -71,6 +103,8 @@ def strange_machine(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         for key in [key for key in os.environ if key.startswith("GIT_")]:
             patch.delenv(key)
+        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        patch.setenv("PIP_CACHE_DIR", os.environ.get("PIP_CACHE_DIR") or str(Path(cache, "pip")))
         patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
         patch.setenv("GIT_CONFIG_NOSYSTEM", "1")
         patch.setenv("GIT_CONFIG_COUNT", "1")

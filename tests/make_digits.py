@@ -23,8 +23,7 @@ def draw_test_indices(labels):
     """
     random = np.random.RandomState(SEED)
     drawn = [
-        random.permutation(np.flatnonzero(labels == label))[:TEST_PER_CLASS]
-        for label in range(10)
+        random.permutation(np.flatnonzero(labels == label))[:TEST_PER_CLASS] for label in range(10)
     ]
     return np.sort(np.concatenate(drawn)).astype(np.int64)
 

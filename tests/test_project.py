@@ -1,119 +1,19 @@
-"""What a generated project promises: its floors, its size, its own suite, and whole runs."""
+"""What a generated project promises: its commands, and the files that a whole run leaves."""
 
-import ast
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
-from conftest import files_under
+from conftest import environment_of_a_shell, run
 
-RUNTIME = {"torch", "numpy", "tensorboard", "yacs"}
 MAX_ITER = 30
 ALWAYS = {"total_loss", "lr", "time", "data_time", "grad_norm"}
-
-
-def sources(project):
-    """Return {name: syntax tree} of every Python file of the project."""
-    names = [name for name in files_under(project) if name.endswith(".py")]
-    return {name: ast.parse((project / name).read_text(encoding="utf-8")) for name in names}
-
-
-def module_name(name):
-    """Return the dotted name under which a file is imported: plumbing/a.py is plumbing.a."""
-    return name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-
-
-def imports(name, tree, known=()):
-    """Return the dotted names a file imports anywhere; of ``known`` modules the exact ones."""
-    found = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            parts = name.split("/")[: -node.level] if node.level else []
-            base = ".".join([*parts, *([node.module] if node.module else [])])
-            inner = {f"{base}.{alias.name}" for alias in node.names}
-            whole = {base} if base not in known or inner - set(known) else set()
-            found |= whole | (inner & set(known))
-    return found
-
-
-@pytest.fixture(scope="module")
-def trees(project):
-    """The syntax trees of the session's project, which must have a train.py."""
-    found = sources(project)
-    assert "train.py" in found
-    return found
-
-
-def test_nothing_is_imported_beyond_the_named_libraries(trees):
-    own = {module_name(name).split(".")[0] for name in trees} | {"conftest"}
-    own |= {Path(name).stem for name in trees if name.startswith("tests/")}
-    for name, tree in trees.items():
-        allowed = RUNTIME | own | ({"pytest"} if name.startswith("tests/") else set())
-        roots = {imported.split(".")[0] for imported in imports(name, tree)}
-        assert roots - set(sys.stdlib_module_names) <= allowed, name
-
-
-def test_every_file_imports_only_from_the_floors_below(trees):
-    known = {module_name(name) for name in trees}
-    roots = {module.split(".")[0] for module in known}
-    for name, tree in trees.items():
-        own = {i for i in imports(name, tree, known) if i.split(".")[0] in roots}
-        if "/" not in name and name not in ("train.py", "plot_schedule.py"):
-            assert {i.split(".")[0] for i in own} <= {"plumbing"}, name
-        elif name == "plumbing/comm.py":
-            assert own == set(), name
-        elif name.startswith("plumbing/"):
-            package = ".".join(name.split("/")[:2]) if name.count("/") > 1 else None
-            inside = {i for i in own if package and f"{i}.".startswith(f"{package}.")}
-            assert own - inside <= {"plumbing.comm"}, name
-
-
-def function(tree, name):
-    """Return the definition of one function of a module."""
-    (found,) = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == name]
-    return found
-
-
-def length(node):
-    """Return how many lines a piece of source takes."""
-    return node.end_lineno - node.lineno + 1
-
-
-def test_the_files_stay_within_their_line_budgets(project):
-    lines = {n: len((project / n).read_text().splitlines()) for n in files_under(project)
-             if n.endswith(".py")}  # fmt: skip
-    plumbing = {name: count for name, count in lines.items() if name.startswith("plumbing/")}
-    assert lines["train.py"] <= 220
-    assert sum(plumbing.values()) <= 1500
-    assert {name: count for name, count in plumbing.items() if count > 260} == {}
-
-
-def test_do_train_stays_short_and_asks_little(trees):
-    do_train = function(trees["train.py"], "do_train")
-    loop = next(node for node in ast.walk(do_train) if isinstance(node, ast.For))
-    assert length(do_train) <= 70
-    assert length(loop) <= 45
-    assert sum(isinstance(node, ast.If) for node in ast.walk(do_train)) <= 3
-
-
-def run(command, cwd, timeout=900):
-    """Run a command in a project and return what it printed; a failure shows all of it."""
-    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    try:
-        done = subprocess.run(
-            command, cwd=cwd, env=env, timeout=timeout, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired as error:
-        pytest.fail(f"{' '.join(command)}: not done in {timeout} s\n{error.stdout.decode()}")
-    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}"
-    return done.stdout
 
 
 @pytest.fixture
@@ -122,11 +22,89 @@ def copy(project, tmp_path):
     return Path(shutil.copytree(project, tmp_path / "project"))
 
 
-def test_make_test_lints_and_passes_in_the_environment_it_is_given(copy):
-    printed = run(["make", "test", f"VENV={sys.prefix}"], copy)
-    assert "All checks passed!" in printed
-    assert " passed" in printed
+# make train, make test: which environment they use, and what they install.
+
+
+def write(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+@pytest.fixture
+def stand_in(tmp_path):
+    """stand_in(name=version, ...) makes an environment of empty libraries; returns its python.
+
+    Its pip, torchrun, pytest and ruff print what they are asked to do.
+    """
+
+    def make(**versions):
+        home = tmp_path / "environment"
+        run([sys.executable, "-m", "venv", "--without-pip", str(home)], tmp_path)
+        (packages,) = home.glob("lib/python3*/site-packages")
+        say = "import sys; print(__package__, *sys.argv[1:])"
+        for name in ("pip", "pytest", "ruff"):
+            write(packages / name / "__main__.py", say)
+        write(packages / "torch/distributed/run.py", say)
+        device_count = "class cuda:\n    device_count = staticmethod(lambda: 0)\n"
+        write(packages / "torch/__init__.py", device_count if "torch" in versions else "")
+        if "torch" not in versions:
+            shutil.rmtree(packages / "torch")
+        for name, version in versions.items():
+            about = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+            write(packages / f"{name}-{version}.dist-info/METADATA", about)
+        return home / "bin" / "python"
+
+    return make
+
+
+ALL = {"torch": "2.13.0+cpu", "numpy": "2.4.6", "tensorboard": "2.21.0", "yacs": "0.1.8"}
+TRAINS = "torch.distributed --standalone --nproc_per_node 2 train.py --config cfg.yaml"
+
+
+def test_make_train_installs_nothing_where_all_is_there(copy, stand_in):
+    printed = run(["make", "train", f"PYTHON={stand_in(**ALL)}"], copy)
+    assert TRAINS in printed
     assert "pip install" not in printed
+    assert not (copy / ".venv").exists()
+
+
+def test_make_train_adds_what_is_missing_and_leaves_torch_alone(copy, stand_in):
+    python = stand_in(**{**ALL, "torch": "2.14.0+cu130", "tensorboard": "2.17.1"} | {"yacs": "0.1"})
+    printed = run(["make", "train", f"PYTHON={python}"], copy)
+    assert "pip install tensorboard>=2.21 yacs>=0.1.8 torch==2.14.0+cu130\n" in printed
+    assert TRAINS in printed
+    assert not (copy / ".venv").exists()
+
+
+def test_an_old_torch_is_left_alone_as_well(copy, stand_in):
+    versions = {name: version for name, version in ALL.items() if name != "yacs"}
+    printed = run(["make", "train", f"PYTHON={stand_in(**{**versions, 'torch': '2.4.1'})}"], copy)
+    assert "pip install yacs>=0.1.8 torch==2.4.1\n" in printed
+
+
+def test_a_requirement_of_any_form_is_asked_of_pip_by_its_line(copy, stand_in):
+    with (copy / "requirements.txt").open("a") as file:
+        file.write("# a comment\nscikit-learn\nPillow>=10\n")
+    python = stand_in(**ALL, pillow="11.0")
+    printed = run(["make", "train", f"PYTHON={python}"], copy)
+    assert "pip install scikit-learn torch==2.13.0+cpu\n" in printed
+
+
+def test_a_new_environment_gets_everything_and_the_size_is_said(copy, stand_in):
+    python = stand_in()
+    command = f"make train NPROC=2 VENV='{python.parents[1]}' || true"  # nothing is installed
+    printed = run(["bash", "-c", command], copy)
+    lines = (copy / "requirements.txt").read_text().split()
+    assert f"pip install {' '.join(lines)}\n" in printed
+    assert "Installing PyTorch: with CUDA it takes gigabytes" in printed
+
+
+def test_make_test_adds_what_the_tests_need_checks_the_style_and_tests(copy, stand_in):
+    printed = run(["make", "test", f"PYTHON={stand_in(**ALL, ruff='0.17.6')}"], copy)
+    assert "pip install pytest>=8 torch==2.13.0+cpu\n" in printed
+    parts = "ruff check ", "ruff format --check ", "pytest\n"
+    places = [printed.rindex(part) for part in parts]
+    assert places == sorted(places)
 
 
 def test_make_train_starts_the_documented_command(copy):
@@ -136,11 +114,37 @@ def test_make_train_starts_the_documented_command(copy):
     assert "--standalone --nproc_per_node 3 train.py --config cfg.yaml SEED 1" in flat
 
 
+def test_make_without_a_target_and_make_help_list_the_commands(copy):
+    printed = run(["make"], copy)
+    assert printed == run(["make", "help"], copy)
+    names = [line.split()[1] for line in printed.splitlines() if line.startswith("make ")]
+    assert names == ["help", "train", "test", "lint", "recipe", "clean"]
+
+
+def test_an_old_python_is_one_line(copy, tmp_path):
+    old = tmp_path / "python3"
+    old.write_text("#!/bin/sh\nexit 1\n")
+    old.chmod(0o755)
+    done = subprocess.run(
+        ["make", "train", f"PYTHON={old}"],
+        cwd=copy,
+        env=environment_of_a_shell(),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode != 0
+    assert f"Python 3.10 or newer is missing ({old})" in done.stdout
+    assert not (copy / ".venv").exists()
+
+
+# What a run leaves.
+
 LAUNCHERS = {
     "1 process": [sys.executable],
-    "2 ranks": [sys.executable, "-m", "torch.distributed.run", "--standalone",
-                "--nproc_per_node", "2"],
-}  # fmt: skip
+    "2 ranks": [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"),
+    ],
+}
 
 
 def strict_json(line):
@@ -187,3 +191,87 @@ def test_tensorboard_shows_what_the_json_file_holds(output):
 def test_a_run_leaves_a_final_model_and_its_settings(output):
     assert (output / "model_final.pth").is_file()
     assert f"MAX_ITER: {MAX_ITER}" in (output / "config.yaml").read_text()
+
+
+# train.sbatch, with SLURM's two programs played by scripts.
+
+SRUN = """#!/bin/sh
+exec "$@"
+"""
+SCONTROL = """#!/bin/sh
+echo "$@" >>"$CALLS"
+[ "$1" = requeue ] || echo 127.0.0.1
+"""
+
+
+@pytest.fixture
+def sbatch(copy, tmp_path):
+    """sbatch(*words, **variables) starts train.sbatch as SLURM does: the process, which runs."""
+    programs = tmp_path / "slurm"
+    write(programs / "srun", SRUN)
+    write(programs / "scontrol", SCONTROL)
+    for path in programs.iterdir():
+        path.chmod(0o755)
+    env = environment_of_a_shell()
+    env["PATH"] = f"{programs}:{Path(sys.executable).parent}:{env['PATH']}"
+    env.update(SLURM_JOB_ID="4242", SLURM_JOB_NUM_NODES="1", SLURM_JOB_NODELIST="node[1]")
+    env.update(CALLS=str(tmp_path / "calls"), CUDA_VISIBLE_DEVICES="")
+
+    def start(*words, **variables):
+        return subprocess.Popen(
+            ["bash", "train.sbatch", *words],
+            cwd=copy,
+            env={**env, **variables},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    return start
+
+
+def test_a_slurm_job_saves_and_requeues_when_its_time_is_over_and_then_resumes(
+    copy, sbatch, tmp_path
+):
+    # Far too long to end before the signal; the resumed job is given a length that it reaches.
+    first = sbatch("SOLVER.MAX_ITER", "1000000", "TEST.EVAL_PERIOD", "-1")
+    deadline = time.monotonic() + 120
+    while not (copy / "output/metrics.json").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    first.send_signal(signal.SIGUSR1)
+    printed = first.communicate(timeout=120)[0]
+    assert first.returncode == 0, printed
+    assert "requeue 4242" in (tmp_path / "calls").read_text()
+    saved = [path.name for path in (copy / "output").glob("model_*.pth")]
+    assert saved
+
+    again = sbatch("SOLVER.MAX_ITER", "1000000", "TEST.EVAL_PERIOD", "-1", SLURM_RESTART_COUNT="1")
+    log = copy / "output/log.txt"
+    while "Resuming from" not in log.read_text() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    again.send_signal(signal.SIGUSR1)
+    printed = again.communicate(timeout=120)[0]
+    assert again.returncode == 0, printed
+    assert "holds a run" not in printed
+    assert len({path.name for path in (copy / "output").glob("model_*.pth")} - set(saved)) > 0
+
+
+def test_a_slurm_job_that_fails_is_not_requeued(copy, sbatch, tmp_path):
+    job = sbatch("SOLVER.NO_SUCH_KEY", "1")
+    printed = job.communicate(timeout=120)[0]
+    assert job.returncode != 0
+    assert "SOLVER.NO_SUCH_KEY" in printed
+    assert "requeue" not in (tmp_path / "calls").read_text()
+
+
+def test_nobody_looks_beyond_the_files_of_the_project(copy):
+    """An environment inside the folder, under any name, is neither linted nor collected."""
+    strange = copy / "strange_env"
+    run([sys.executable, "-m", "venv", "--without-pip", str(strange)], copy)
+    (packages,) = strange.glob("lib/python3*/site-packages")
+    write(packages / "test_broken.py", "def f(:\n")
+    write(copy / ".venv/lib/test_broken.py", "def f(:\n")
+    env = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    run(["make", "lint", f"PYTHON={sys.executable}", "VENV="], copy, **env)
+    printed = run([sys.executable, "-m", "pytest", "--collect-only", "-q"], copy)
+    assert "test_broken" not in printed

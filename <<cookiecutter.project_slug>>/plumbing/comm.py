@@ -1,80 +1,44 @@
-"""What ranks do together, or a single process alone; the names of detectron2/utils/comm.py.
+"""What the ranks do together; the names are those of detectron2/utils/comm.py.
 
-All ranks must call a function marked "collective" at one point; the others never communicate.
+A single process is a group of one rank, and every function works there as well.
+
+All ranks must call a function that is marked "Collective" at the same point of the program, because
+it waits for all of them.  The other functions do not communicate.
 """
 
-import contextlib
 import os
-import time
-import uuid
-from collections.abc import Callable, Iterator
-from datetime import timedelta
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
 
-last_checkpoint = "none"  # path of the newest that was saved or resumed from, for messages
-
-
-class SettingsError(ValueError):
-    """A mistake in what the user gave: printed as one line, without a traceback."""
-
-
-class NonFiniteError(FloatingPointError):
-    """A loss or gradient is not finite; raised on all ranks alike."""
-
-
-def init_process_group(device: torch.device, timeout_seconds: float) -> None:
-    """Join the ranks that torchrun started; nothing to do in a single process.  Collective."""
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
-        is_gpu = device.type == "cuda"
-        timeout = timedelta(seconds=timeout_seconds)
-        store, *ranks = next(dist.rendezvous("env://", timeout=timeout))
-        store = dist.PrefixStore(_agree_on_prefix(store, *ranks, timeout_seconds), store)
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if is_gpu else "gloo", device_id=device if is_gpu else None,
-            store=store, rank=ranks[0], world_size=ranks[1], timeout=timeout,
-        )  # fmt: skip
-
-
-def _agree_on_prefix(store: dist.Store, rank: int, size: int, timeout_seconds: float) -> str:
-    """Ranks that torchrun restarts find the old addresses in its store: they need new keys."""
-    token, others, deadline = uuid.uuid4().hex, range(1, size), time.time() + timeout_seconds
-    if rank > 0:
-        store.set(f"hello {rank}", token)
-        token = store.get(f"answer {token}").decode()  # waits for it
-        store.set(f"{token} {rank}", "joined")
-        return token
-    while not store.check([f"{token} {other}" for other in others]):
-        for other in others:
-            if store.check([f"hello {other}"]):
-                store.set(f"answer {store.get(f'hello {other}').decode()}", token)
-        time.sleep(0.02)
-        if time.time() > deadline:
-            raise TimeoutError(f"not all of {size} ranks have come in {timeout_seconds} s")
-    return token
+from plumbing.errors import SettingsError
 
 
 def get_world_size() -> int:
+    """The number of ranks."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def get_rank() -> int:
+    """The number of this rank, from 0 on."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def get_local_rank() -> int:
+    """The number of this rank on its machine, which is also the index of its GPU."""
     return int(os.environ.get("LOCAL_RANK", get_rank()))
 
 
 def get_local_size() -> int:
+    """The number of ranks on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", get_world_size()))
 
 
 def is_main_process() -> bool:
+    """Whether this is rank 0."""
     return get_rank() == 0
 
 
@@ -85,21 +49,40 @@ def synchronize() -> None:
 
 
 def all_gather(data: Any) -> list:
-    """Every rank's picklable ``data``, in the order of the ranks.  Collective."""
-    gathered = [data] * get_world_size()
-    if get_world_size() > 1:
-        dist.all_gather_object(gathered, data)
+    """Collect picklable data of any size on all ranks.  Collective.
+
+    Returns:
+        The data of every rank, in the order of the ranks.
+    """
+    world_size = get_world_size()
+    if world_size == 1:
+        return [data]
+    gathered = [None] * world_size
+    dist.all_gather_object(gathered, data)
     return gathered
 
 
 def gather(data: Any, dst: int = 0) -> list:
-    """Like all_gather, but ranks other than ``dst`` get an empty list.  Collective."""
+    """Collect picklable data of any size on one rank.  Collective.
+
+    Returns:
+        On rank ``dst`` the data of every rank, in the order of the ranks; elsewhere [].
+    """
     gathered = all_gather(data)
-    return gathered if get_rank() == dst else []
+    if get_rank() == dst:
+        return gathered
+    return []
 
 
 def gather_tensor(values: torch.Tensor) -> torch.Tensor:
-    """Stack a tensor that has the same shape (...) on all ranks to (ranks, ...).  Collective."""
+    """Stack a tensor of all ranks, on all ranks.  Collective.
+
+    Args:
+        values: shape (...), the same shape and dtype on all ranks.
+
+    Returns:
+        A tensor of shape (ranks, ...).
+    """
     if get_world_size() == 1:
         return values[None]
     gathered = [torch.empty_like(values) for _ in range(get_world_size())]
@@ -108,13 +91,19 @@ def gather_tensor(values: torch.Tensor) -> torch.Tensor:
 
 
 def from_main_process(function: Callable[[], Any]) -> Any:
-    """Call it on the main process only; its result, or SettingsError, on all.  Collective."""
-    result, error = None, None
+    """Call a function on rank 0 only, and return its result on all ranks.  Collective.
+
+    Raises:
+        SettingsError: rank 0 raised it; then all ranks do.
+    """
+    result = None
+    error = None
     if is_main_process():
         try:
             result = function()
         except SettingsError as caught:
             error = caught
+    # Not broadcast: that would need to know the device of the backend.
     result, error = all_gather((result, error))[0]
     if error is not None:
         raise error
@@ -126,63 +115,58 @@ def shared_random_seed() -> int:
     return all_gather(int(np.random.randint(2**31)))[0]
 
 
+def require_same(value: Any, what: str) -> None:
+    """Check that a value is equal on all ranks.  Collective.
+
+    Args:
+        value: anything that can be pickled and compared.
+        what: what the value is, for the message.
+
+    Raises:
+        SettingsError: names the first rank that has a different value; it is raised on all ranks.
+    """
+    values = all_gather(value)
+    for rank, other in enumerate(values):
+        if other != values[0]:
+            raise SettingsError(
+                f"{what}: {values[0]!r} on rank 0, but {other!r} on rank {rank}: start all ranks"
+                " alike"
+            )
+
+
 def require_same_keys(keys: list, what: str) -> None:
-    """Raise a ValueError that tells which keys not all ranks have.  Collective."""
-    every = all_gather(keys)
-    if any(other != every[0] for other in every):
-        common = set(every[0]).intersection(*every)
-        extra = {f"rank {i}": f"{len(o)}, {set(o) - common or ''}" for i, o in enumerate(every)}
-        raise ValueError(f"{what}: all ranks must put the same in one order, but put {extra}")
+    """Check that all ranks have the same keys in the same order.  Collective.
+
+    Raises:
+        ValueError: says which keys not all ranks have.
+    """
+    all_keys = all_gather(keys)
+    if all(other == all_keys[0] for other in all_keys):
+        return
+    common = set(all_keys[0]).intersection(*all_keys)
+    differences = {}
+    for rank, other in enumerate(all_keys):
+        extra = set(other) - common
+        differences[f"rank {rank}"] = f"{len(other)} keys, {extra or ''}"
+    raise ValueError(f"{what}: all ranks must put the same keys in one order: {differences}")
 
 
 def reduce_dict(input_dict: dict, average: bool = True) -> dict:
-    """Mean or sum over the ranks of scalar tensors, on all ranks; keys must agree.  Collective."""
+    """Add up, or average, the scalar tensors of all ranks, on all ranks.  Collective.
+
+    Args:
+        input_dict: the same keys on all ranks, in any order.
+        average: whether the result is the mean and not the sum.
+
+    Returns:
+        {key: scalar tensor}, sorted by key on several ranks.
+    """
     if get_world_size() == 1:
         return input_dict
     keys = sorted(input_dict)
     require_same_keys(keys, "reduce_dict")
-    values = gather_tensor(torch.stack([input_dict[key].detach() for key in keys])).sum(dim=0)
-    return dict(zip(keys, values / get_world_size() if average else values))
-
-
-@contextlib.contextmanager
-def averaged_buffers(model: nn.Module) -> Iterator[dict]:
-    """Inside, floating point buffers (batch-norm statistics) are means over ranks.  Collective.
-
-    Then each has its own again.  Yields those of all ranks, for ``load_buffers``; {} for one rank.
-    """
-    own = _saved_buffers(model)
-    if get_world_size() == 1 or not own:
-        yield {}
-        return
-    every = {"sizes": {name: buffer.nbytes for name, buffer in own.items()}}
-    every["ranks"] = gather_tensor(torch.cat([b.flatten().view(torch.uint8) for b in own.values()]))
-    try:
-        for buffer, values in _split(model, every["sizes"], every["ranks"]):
-            if buffer.is_floating_point():
-                buffer.copy_(values.double().mean(dim=0).view_as(buffer))
-        yield every
-    finally:
-        load_buffers(model, every, get_rank())
-
-
-def load_buffers(model: nn.Module, every: dict, rank: int) -> None:
-    """Set the buffers to those of a rank, as ``averaged_buffers`` yielded them, by name."""
-    for buffer, values in _split(model, every["sizes"], every["ranks"][rank]):
-        buffer.copy_(values.view_as(buffer))
-
-
-def _split(model: nn.Module, sizes: dict, data: torch.Tensor) -> Iterator[tuple]:
-    """Each buffer that has its size, and from bytes (..., bytes) its values (..., elements)."""
-    parts = dict(zip(sizes, data.split(list(sizes.values()), dim=-1)))
-    for name, buffer in _saved_buffers(model).items():
-        if 0 < buffer.nbytes == sizes.get(name):
-            values = parts[name].clone(memory_format=torch.contiguous_format)  # aligned
-            yield buffer, values.view(buffer.dtype)
-
-
-def _saved_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The dense ones by name, without those of ``persistent=False``, which are caches."""
-    caches = {id(m._buffers.get(n)) for m in model.modules() for n in m._non_persistent_buffers_set}
-    buffers = {name: b.detach() for name, b in model.named_buffers() if id(b) not in caches}
-    return {name: buffer for name, buffer in buffers.items() if buffer.layout == torch.strided}
+    stacked = torch.stack([input_dict[key].detach() for key in keys])
+    values = gather_tensor(stacked).sum(dim=0)
+    if average:
+        values = values / get_world_size()
+    return dict(zip(keys, values))

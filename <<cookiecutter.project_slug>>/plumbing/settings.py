@@ -1,36 +1,79 @@
-"""Settings from a file and from KEY VALUE pairs, with errors that tell what to do."""
+"""Settings from YAML files and from KEY VALUE pairs, with errors that say what to do.
 
-import ast
+The settings are a tree of yacs.config.CfgNode whose leaves are the defaults.  The type of a default
+is the type of its setting: a bool, an int, a float, a string, or a tuple of these.  A default
+of None accepts any of them.
+"""
+
 import contextlib
 import difflib
+import logging
 import os
+import re
 from collections.abc import Iterator
 from typing import Any
 
 from yacs.config import CfgNode, yaml
 
-from plumbing.comm import SettingsError
+from plumbing.errors import SettingsError
+from plumbing.values import ConversionError, convert, shown
+
+logger = logging.getLogger(__name__)
+
+
+# Merging
 
 
 def merge_settings(cfg: CfgNode, path: str, opts: list[str]) -> None:
-    """Set what a YAML file holds, then KEY VALUE pairs such as ["SOLVER.BASE_LR", "0.1"].
+    """Set what a YAML file says, and then what KEY VALUE pairs say.
 
-    Before a file comes the one that its key _BASE_ names, relative to it, as in fvcore.  A mistake
-    is a SettingsError that names the source, the key, the value and the remedy.
+    If the file has a key _BASE_, the file that it names is merged first.
+
+    Args:
+        cfg: the settings, at their defaults; they are changed in place.
+        path: the file.
+        opts: words of a command line, such as ["SOLVER.BASE_LR", "0.1"].
+
+    Raises:
+        SettingsError: names the source, the key, the value and the remedy.
     """
-    _merge_file(cfg, path, [])
-    for word in opts[::2]:
-        if "=" in word or word == opts[-1] and len(opts) % 2:
-            raise SettingsError(f"command line: {word}: settings are pairs: KEY VALUE")
+    _merge_file(cfg, expand_path(path, "--config"), [])
+    for word in opts:
+        if word.startswith("--"):
+            raise SettingsError(f"command line: {word} is neither a flag (see --help) nor a value")
+    for index, key in enumerate(opts):
+        is_key = index % 2 == 0
+        if is_key and "=" in key:
+            raise SettingsError(f"command line: {key}: settings are pairs: KEY VALUE, without '='")
+        if is_key and index == len(opts) - 1:
+            raise SettingsError(f"command line: {key}: settings are pairs: KEY VALUE")
     for key, text in zip(opts[::2], opts[1::2]):
-        _set(cfg, key, None if text == "None" else text, "command line")
+        _set(cfg, key, text, "command line")
+
+
+def merge_text(cfg: CfgNode, text: str, source: str) -> None:
+    """Set what a text in YAML says, such as the settings that a checkpoint holds.
+
+    Args:
+        source: the name of the text in messages.
+    """
+    for key, value in _parse(text, source):
+        _set(cfg, key, value, source)
 
 
 def _merge_file(cfg: CfgNode, path: str, above: list[str]) -> None:
+    """Merge a file after its base.
+
+    Args:
+        above: real paths of the files that lead to this one.
+    """
     settings = dict(read_settings(path))
-    if base := settings.pop("_BASE_", None):
+    base = settings.pop("_BASE_", None)
+    if base is not None:
+        if not isinstance(base, str):
+            raise SettingsError(f"{path}: _BASE_: {shown(base)} is not the path of one file")
+        below = os.path.join(os.path.dirname(path), expand_path(base, f"{path}: _BASE_"))
         above = [*above, os.path.realpath(path)]
-        below = os.path.join(os.path.dirname(path), str(base))
         if os.path.realpath(below) in above:
             raise SettingsError(f"{path}: _BASE_: {base} leads back to this file")
         _merge_file(cfg, below, above)
@@ -38,8 +81,39 @@ def _merge_file(cfg: CfgNode, path: str, above: list[str]) -> None:
         _set(cfg, key, value, path)
 
 
+def _set(cfg: CfgNode, key: str, value: Any, source: str) -> None:
+    """Set one setting; its value is text, None, or a list or dict of these."""
+    known = dict(leaves(cfg))
+    inside = [other for other in known if other.startswith(f"{key}.")]
+    if inside:
+        raise SettingsError(f"{source}: {key}: is a section: set one of {', '.join(inside)}")
+    if key not in known:
+        raise SettingsError(f"{source}: {key}: there is no such setting{_hint(key, list(known))}")
+    *sections, name = key.split(".")
+    for section in sections:
+        cfg = cfg[section]
+    try:
+        cfg[name] = convert(value, known[key])
+    except ConversionError as error:
+        raise SettingsError(f"{source}: {key}: {error}") from None
+
+
+def _hint(key: str, known: list[str]) -> str:
+    """The known key that was probably meant, as the end of a message; "" if none is near."""
+    # Without case, and with or without its section: solver.base_lr and BASE_LR are both near.
+    lower = {other.lower(): other for other in known}
+    last_words = {other.lower().rpartition(".")[2]: other for other in reversed(known)}
+    for names, word in ((lower, key.lower()), (last_words, key.lower().rpartition(".")[2])):
+        if word in names:
+            return f"; did you mean {names[word]}?"
+    near = difflib.get_close_matches(key.lower(), lower, 1, cutoff=0.6)
+    if near:
+        return f"; did you mean {lower[near[0]]}?"
+    return ""
+
+
 def leaves(tree: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """("SOLVER.BASE_LR", 0.1) and so on, for every setting in nested dicts."""
+    """Yield ("SOLVER.BASE_LR", 0.1) and so on, for every setting in nested dicts."""
     for key, value in tree.items():
         if isinstance(value, dict) and value:
             yield from leaves(value, f"{prefix}{key}.")
@@ -47,72 +121,129 @@ def leaves(tree: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{key}", value
 
 
+# Reading
+
+
 class _Loader(yaml.SafeLoader):
-    yaml_implicit_resolvers = {  # a number stays as written: the default tells what it is
-        first: [pair for pair in pairs if pair[0].endswith((":bool", ":null", ":merge"))]
+    """Reads YAML, but leaves every scalar as it is written: only null and "<<" mean something.
+
+    The default of a setting tells its type later.  YAML alone would read the folder 2024_01_05 as
+    the number 20240105, and the number 1e-4 as a string.
+    """
+
+    yaml_implicit_resolvers = {
+        first: [pair for pair in pairs if pair[0].endswith((":null", ":merge"))]
         for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        keys = [str(key.value) for key, _ in node.value]
-        for number, (key, _) in enumerate(node.value):
-            if keys[number] in keys[:number]:
-                raise yaml.YAMLError(f"line {key.start_mark.line + 1} has {key.value} again")
+        """Override that of yaml, which takes the last of two equal keys."""
+        seen = set()
+        for key, _ in node.value:
+            name = str(key.value)
+            if name in seen:
+                raise yaml.YAMLError(f"line {key.start_mark.line + 1} has {name} again")
+            seen.add(name)
         return super().construct_mapping(node, deep)
 
 
 def read_settings(path: str) -> list[tuple[str, Any]]:
-    """The settings of a YAML file, as leaves gives them, but numbers are text."""
+    """Return the settings of a YAML file as ``leaves`` gives them, with all scalars as text.
+
+    Raises:
+        SettingsError: the file cannot be read, or holds no settings.
+    """
+    if os.path.isdir(path):
+        raise SettingsError(f"{path}: is a folder, not a .yaml file")
     if not path.endswith((".yaml", ".yml")) or not os.path.isfile(path):
         raise SettingsError(f"{path}: there is no such .yaml file")
     try:
-        with open(path, encoding="utf-8") as file:
-            tree = yaml.load(file, _Loader)
+        # An editor on Windows may have put a byte order mark before the text.
+        with open(path, encoding="utf-8-sig") as file:
+            text = file.read()
+    except UnicodeDecodeError:
+        raise SettingsError(f"{path}: is not text in UTF-8: save it in that encoding") from None
+    except OSError as error:
+        raise SettingsError(f"{path}: cannot be read: {error.strerror}") from None
+    return _parse(text, path)
+
+
+def _parse(text: str, source: str) -> list[tuple[str, Any]]:
+    try:
+        tree = yaml.load(text, _Loader)
         settings = list(leaves(tree)) if isinstance(tree, dict) else []
-    except (yaml.YAMLError, ValueError, OSError, RecursionError) as error:
-        raise SettingsError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise SettingsError(f"{source}: a value is nested too deeply or contains itself") from None
+    except (yaml.YAMLError, ValueError, TypeError) as error:
+        raise SettingsError(f"{source}: is not YAML: {' '.join(str(error).split())}") from None
     if not settings:
-        raise SettingsError(f"{path}: holds no lines such as OUTPUT_DIR: output")
-    keys = [key for key, _ in settings]
-    if again := [key for key in keys if keys.count(key) > 1]:
-        raise SettingsError(f"{path}: {again[0]} is there twice")
+        raise SettingsError(f"{source}: holds no settings, such as OUTPUT_DIR: output")
+    seen = set()
+    for key, _ in settings:
+        # "A.B: 1" and "A: {B: 1}" are the same setting.
+        if key in seen:
+            raise SettingsError(f"{source}: {key} is set twice")
+        seen.add(key)
     return settings
 
 
-def _set(cfg: CfgNode, key: str, value: Any, source: str) -> None:
-    known = dict(leaves(cfg))
-    if inside := [other for other in known if other.startswith(f"{key}.")]:
-        raise SettingsError(f"{source}: {key}: is a section: set one of {', '.join(inside)}")
-    if key not in known:
-        (near,) = difflib.get_close_matches(key, known, 1, cutoff=0.0)
-        raise SettingsError(f"{source}: {key}: no such setting; did you mean {near}?")
-    *parents, name = key.split(".")
-    for parent in parents:
-        cfg = cfg[parent]
+def expand_path(path: str, key: str) -> str:
+    """Return a path with "~" and "$NAME" replaced by what they stand for.
+
+    Args:
+        key: the setting or flag, for messages.
+
+    Raises:
+        SettingsError: the path is a URL, or there is no such user or variable.
+    """
+    if "://" in path:
+        raise SettingsError(f"{key}: {path} is a URL: copy it to a disk and give the path there")
+    expanded = os.path.expandvars(os.path.expanduser(path))
+    if expanded.startswith("~"):
+        raise SettingsError(f"{key}: {path}: there is no home folder {path.partition('/')[0]}")
+    missing = re.search(r"\$(\w+|\{\w+\})", expanded)
+    if missing:
+        raise SettingsError(f"{key}: {path}: the environment variable {missing[0]} is not set")
+    return expanded
+
+
+# Comparing
+
+
+def differences(cfg: CfgNode, defaults: CfgNode) -> dict[str, Any]:
+    """Return {key: value} of the settings that are not as in the defaults."""
+    before = dict(leaves(defaults))
+    return {
+        key: value
+        for key, value in leaves(cfg)
+        # Compared as text, because nan is not equal to itself and 1 is equal to True.
+        if key not in before or repr(value) != repr(before[key])
+    }
+
+
+def changed_settings(cfg: CfgNode, path: str) -> list[tuple[str, Any, Any]]:
+    """Compare the settings with those in the file of a run so far, config.yaml.
+
+    Returns:
+        (key, old, new) for each setting that differs; None stands for a setting that only one of
+        the two has.  It is empty if there is no such file; if it is damaged, a warning says so.
+    """
+    if not os.path.exists(path):
+        return []
     try:
-        cfg[name] = _convert(value, known[key])
-    except (TypeError, ValueError, OverflowError):
-        wanted = f"{type(known[key]).__name__} such as {known[key]!r}"
-        error = f"{source}: {key}: {value!r} is {type(value).__name__}, expected {wanted}"
-        raise SettingsError(error) from None
-
-
-def _convert(value: Any, default: Any) -> Any:
-    """The value as the default's type: 1 passes as a float, 1e3 as an int, 7 as a str."""
-    kind = type(default)
-    if isinstance(value, str) and kind is not str:
-        value = value.replace(".inf", "inf")  # as in YAML
-        with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
-            value = ast.literal_eval(value)
-    if kind in (tuple, list) and isinstance(value, (list, tuple)):
-        return kind(_convert(item, default[0]) if default else item for item in value)
-    if kind is bool:
-        value = {"true": True, "false": False}.get(str(value).lower())
-    right = isinstance(value, (bool, int, float, str)) and isinstance(value, bool) == (kind is bool)
-    if not right or kind in (tuple, list):
-        raise TypeError
-    if kind is int and not isinstance(value, int):
-        if not float(value).is_integer():
-            raise ValueError
-        value = float(value)
-    return kind(value)
+        saved = dict(read_settings(path))
+    except SettingsError as error:
+        logger.warning("The settings of the run so far cannot be compared: %s", error)
+        return []
+    # Both as text that was written in the same way: their types may have changed since.
+    present = dict(_parse(cfg.dump(), "the present settings"))
+    values = dict(leaves(cfg))
+    changes = []
+    for key in {**present, **saved}:
+        if present.get(key) != saved.get(key):
+            old = saved.get(key)
+            if key in saved and key in values:
+                with contextlib.suppress(ConversionError):
+                    old = convert(old, values[key])
+            changes.append((key, old, values.get(key)))
+    return changes

@@ -1,224 +1,300 @@
-import contextlib
-import glob
+"""Saves and resumes a run."""
+
 import logging
-import math
 import os
-import pickle
-import re
-from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
 from torch import nn
 
 from plumbing import comm
+from plumbing.errors import SettingsError, remember_checkpoint
+from plumbing.files import link_or_copy, write_atomically
 
-from .files import load_file, save_file, write_atomically
+from .agreement import agree_on_newest, read_alike
+from .archive import CheckpointFile, copied, save_file
+from .newest import find_newest, has_candidates, remove_torn_files
+from .object_state import is_empty
+from .plain import to_plain_types
+from .run_state import RunState
+
+
+class _Resumed(NamedTuple):
+    """The file that a run was resumed from, until the next save that is tagged."""
+
+    path: str
+    iteration: Any
+    # States that no object has taken so far, by the name of the object; those of all ranks apart.
+    states: dict[str, Any]
+    rank_states: dict[str, list]
+    rank_buffers: dict[str, dict]
+    # The objects whose states are lost with the first save, if none with that name is added.
+    untaken: set[str]
 
 
 class Checkpointer:
-    """Saves and loads a model, and other objects with state_dict and load_state_dict by keyword.
+    """Save and load a model, and other objects with state_dict and load_state_dict by keyword.
 
-    The model is saved bare, without what DataParallel, DistributedDataParallel and compile add.
-    Only the main process writes, unless ``save_to_disk`` says so; without ``save_dir``, none.
+    The interface is fvcore's.  In addition:
+
+    * Files are written whole or not at all, have checksums, and never run code when they are read.
+      A resume takes the newest file that is whole (see newest.py).
+    * Optimizers are saved by the names of their parameters, and keep the settings of the present
+      run (see optimizer_state.py).  The schedulers of torch resume exactly (scheduler_state.py).
+    * Each rank gets its own buffers back, such as batch-norm statistics.  The model in the file
+      has the means over the ranks.
+    * Weights that are not finite are not saved.
+
+    All ranks call ``save``, ``load`` and ``resume_or_load``, and so state_dict and load_state_dict
+    of every object are called on all ranks.  The state of rank 0 is saved; see ``per_rank``.
+
+    Args:
+        model: its bare module is saved, without what DistributedDataParallel or compile add.
+        save_dir: "" saves nothing.
+        config: the settings as text; each file has them under "config".
+        save_to_disk: whether this process writes; by default rank 0 does.
+        per_rank: objects, by name, whose state is saved and resumed for each rank apart, such
+            as the position in a stream.  A resume needs the same number of ranks then.
+        checkpointables: all other objects, by name.
     """
 
     def __init__(
-        self, model: nn.Module, save_dir: str = "", *,
-        save_to_disk: bool | None = None, **checkpointables: Any,
-    ) -> None:  # fmt: skip
-        parallel = nn.DataParallel, nn.parallel.DistributedDataParallel
-        while isinstance(model, parallel) or hasattr(model, "_orig_mod"):
-            model = model.module if isinstance(model, parallel) else model._orig_mod
-        self.model, self.save_dir = model, save_dir
-        self.save_to_disk = comm.is_main_process() if save_to_disk is None else save_to_disk
+        self,
+        model: nn.Module,
+        save_dir: str = "",
+        *,
+        config: str = "",
+        save_to_disk: bool | None = None,
+        per_rank: dict[str, Any] | None = None,
+        **checkpointables: Any,
+    ) -> None:
+        if save_to_disk is None:
+            save_to_disk = comm.is_main_process()
+        self._state = RunState(model)
+        self.model = self._state.model
+        self.checkpointables = self._state.checkpointables
+        self.save_dir = save_dir
+        self.config = config
+        self.save_to_disk = save_to_disk
         self.logger = logging.getLogger("plumbing.checkpoint")
-        self.checkpointables, self._resumed = {}, {}  # resumed, but no object has taken it yet
+        self._has_saved = False
+        self._resumed: _Resumed | None = None
         for key, checkpointable in checkpointables.items():
             self.add_checkpointable(key, checkpointable)
+        for key, checkpointable in (per_rank or {}).items():
+            self.add_checkpointable(key, checkpointable, per_rank=True)
 
-    def add_checkpointable(self, key: str, checkpointable: Any) -> None:
-        """Save this too; if its state has just been resumed, it gets it now."""
-        if key in self.checkpointables:
-            raise KeyError(f"{key} is a checkpointable already")
-        if not hasattr(checkpointable, "state_dict"):
-            raise TypeError(f"{key} has no state_dict: {type(checkpointable)}")
-        self.checkpointables[key] = checkpointable
-        if key in self._resumed:
-            checkpointable.load_state_dict(self._resumed.pop(key))
+    def add_checkpointable(self, key: str, checkpointable: Any, per_rank: bool = False) -> None:
+        """Save this object too; if its state has just been resumed, it gets it now."""
+        self._state.add(key, checkpointable, per_rank)
+        if self._resumed is not None:
+            self._resumed.untaken.discard(key)
+            file = CheckpointFile(self._resumed.path, self._resumed.states, None, is_mapped=False)
+            self._state.load_objects([key], file, self._resumed.rank_states)
+            self._state.load_buffers([key], self._resumed.rank_buffers, file.path)
+
+    # Saving
 
     def save(self, name: str, tag_checkpoint: bool = True, **kwargs: Any) -> None:
-        """Write ``name``.pth, with ``kwargs`` such as the iteration; all ranks call it.
+        """Write ``name``.pth.  Collective.
 
-        Floating point buffers are saved as means over the ranks; a resume begins at the newest tag.
+        Args:
+            tag_checkpoint: whether a resume shall begin with this file.
+            kwargs: what else to keep, such as the iteration.
+
+        Raises:
+            NonFiniteError: a weight is NaN or infinite on any rank; all ranks raise it.
+            SettingsError: a tensor is divided between the ranks.
         """
         if not self.save_dir:
             return
+        self._state.refuse_used_names(kwargs.keys())
         path = os.path.join(self.save_dir, f"{name}.pth")
-        with comm.averaged_buffers(self.model) as rank_buffers:
-            data = {"model": self.model.state_dict(), "rank_buffers": rank_buffers}
-            data.update((key, each.state_dict()) for key, each in self.checkpointables.items())
-            data.update(kwargs)
+        # On all ranks: a state that cannot be saved is an error on all of them.
+        with self._state.collected() as content:
+            content.update(to_plain_types(kwargs))
+            if self.config:
+                content["config"] = self.config
             if self.save_to_disk:
                 os.makedirs(self.save_dir, exist_ok=True)
+                if not self._has_saved:
+                    remove_torn_files(self.save_dir)
+                self._keep_file_of_untaken_states()
                 self.logger.info("Saving checkpoint to %s", path)
-                save_file(path, data)
+                save_file(path, content)
                 if tag_checkpoint:
                     self.tag_last_checkpoint(f"{name}.pth")
-        comm.last_checkpoint = path if tag_checkpoint else comm.last_checkpoint
+        self._has_saved = True
+        if tag_checkpoint:
+            self._resumed = None
+            remember_checkpoint(path)
+
+    def link(self, source: str, name: str, tag_checkpoint: bool = False) -> None:
+        """Give a file of the folder a second name, ``name``.pth, without writing it again."""
+        if self.save_dir and self.save_to_disk:
+            link_or_copy(source, os.path.join(self.save_dir, f"{name}.pth"))
+            if tag_checkpoint:
+                self.tag_last_checkpoint(f"{name}.pth")
 
     def tag_last_checkpoint(self, last_filename_basename: str) -> None:
+        """Make this file of the folder the one that a resume begins with."""
         path = os.path.join(self.save_dir, "last_checkpoint")
         write_atomically(path, lambda file: file.write(last_filename_basename.encode()))
 
     def has_checkpoint(self) -> bool:
+        """Whether a file of the folder was tagged."""
         return os.path.exists(os.path.join(self.save_dir, "last_checkpoint"))
 
     def get_checkpoint_file(self) -> str:
-        """Path of the file that was tagged last; "" if none was."""
-        path, name = os.path.join(self.save_dir, "last_checkpoint"), ""
-        with contextlib.suppress(OSError, UnicodeDecodeError), open(path) as file:
-            name = os.path.basename(file.read().strip())
+        """Return the path of the file that was tagged last; "" if there is none."""
+        try:
+            with open(os.path.join(self.save_dir, "last_checkpoint")) as file:
+                name = os.path.basename(file.read().strip())
+        except (OSError, UnicodeDecodeError):
+            return ""
         return os.path.join(self.save_dir, name) if name else ""
 
     def get_all_checkpoint_files(self) -> list[str]:
-        names = sorted(os.listdir(self.save_dir)) if os.path.isdir(self.save_dir) else []
+        """Return the paths of all checkpoints in the folder, sorted by name."""
+        if not os.path.isdir(self.save_dir):
+            return []
+        names = sorted(os.listdir(self.save_dir))
         return [os.path.join(self.save_dir, name) for name in names if name.endswith(".pth")]
 
-    def load(self, path: str, checkpointables: list[str] | None = None) -> dict:
-        """Load the model as far as it fits, and the objects of these names, by default all.
+    # Loading
 
-        Returns what else the file holds.  "" loads nothing, a damaged file is a SettingsError.
+    def load(self, path: str, checkpointables: list[str] | None = None) -> dict:
+        """Load as much of the model as fits, and other objects.  Collective.
+
+        Args:
+            path: "" loads nothing.
+            checkpointables: names of the objects to load; by default all.
+
+        Returns:
+            What else the file holds.
+
+        Raises:
+            SettingsError: the file is damaged, or has nothing for this model, or is not the same
+                on all ranks.
         """
         if not path:
             return {}
-        self.logger.info("Loading the model from %s", path)
-        keys = list(self.checkpointables) if checkpointables is None else checkpointables
-        checkpoint = self._read(path, keys)
-        if differences := _describe(self._load_model(checkpoint, path)):
-            self.logger.warning("The model is not the one saved: %s", differences)
-        self._load_checkpointables(checkpoint, path, keys)
-        return checkpoint
+        if checkpointables is None:
+            checkpointables = self._state.names()
+        return copied(self._load(path, checkpointables))
 
     def resume_or_load(self, path: str, *, resume: bool = True) -> dict:
-        """Resume from the newest good file, else load only a model from ``path``.  Collective.
+        """Resume from the newest whole file, or load only the model from ``path``.  Collective.
 
-        Returns what else a resumed file holds, otherwise {}.  It is a SettingsError if no file is
-        good or the model is another one.
+        Returns:
+            What else the file holds that a run was resumed from, such as the iteration; {} if
+            nothing was resumed.
+
+        Raises:
+            SettingsError: all files are damaged, or the model has changed, or the ranks do not
+                see the same files; all ranks raise it.
         """
-        file = comm.from_main_process(self._newest_good_file) if resume else ""
-        if not file:
-            self.load(path, checkpointables=[])
-            return {}
-        self.logger.info("Resuming from %s", file)
-        comm.last_checkpoint = file
-        checkpoint = self._read(file, self.checkpointables)
-        rank_buffers = checkpoint.get("rank_buffers")
-        if differences := _describe(self._load_model(checkpoint, file)):
-            advice = "restore its settings, or start elsewhere with this file as MODEL.WEIGHTS"
-            raise comm.SettingsError(f"--resume: {file} has another model: {differences}: {advice}")
-        if rank_buffers and len(rank_buffers["ranks"]) == comm.get_world_size():
-            comm.load_buffers(self.model, rank_buffers, comm.get_rank())
-        self._load_checkpointables(checkpoint, file, self.checkpointables)
-        self._resumed = checkpoint
-        return checkpoint
+        file = self._newest_file() if resume else None
+        if file is not None:
+            return self._resume(file)
+        if resume:
+            self.logger.warning("Nothing to resume in %s: starting from scratch", self.save_dir)
+        if path:
+            self._load(path, [])
+        return {}
 
-    def _newest_good_file(self) -> str:
+    def resumed_file(self, iteration: int) -> str:
+        """The file that this iteration was resumed from, if nothing was saved since; else ""."""
+        if self._resumed is not None and self._resumed.iteration == iteration:
+            return self._resumed.path
+        return ""
+
+    def _newest_file(self) -> CheckpointFile | None:
+        """Read the file that a resume begins with, the same on all ranks.  Collective."""
         tagged = self.get_checkpoint_file()
-        paths = self.get_all_checkpoint_files()
-        found = [m for p in paths if (m := re.fullmatch(r".*/model_(\d{7,}|final|best)\.pth", p))]
-        number_of = {m[0]: float({"final": "inf", "best": -1}.get(m[1], m[1])) for m in found}
-        in_turn = [tagged] * bool(tagged) + sorted(number_of, key=number_of.get, reverse=True)
-        files = {file: number_of.get(file, math.inf) for file in in_turn}
-        for torn in glob.glob(os.path.join(glob.escape(self.save_dir), "model_*.pth.tmp")):
-            with contextlib.suppress(OSError):
-                os.remove(torn)
-        final, end = "", -2  # of a shorter run perhaps, which went on: then others are newer
-        for file, number in files.items():
-            if number <= end:
-                break
-            try:
-                iteration = self._read(file, self.checkpointables).get("iteration")
-                fits = type(iteration) is int and number in (iteration, math.inf, -1)
-                if not fits and (file in number_of or iteration is not None):
-                    raise comm.SettingsError(f"checkpoint {file} is damaged: iteration {iteration}")
-            except comm.SettingsError as error:
-                if isinstance(error.__cause__, pickle.UnpicklingError):
-                    raise  # not an accident: a file to look into, not to pass over
-                self.logger.warning("Passing over a file: %s", error)
-                continue
-            if file == tagged or number < math.inf:
-                return file
-            final, end = file, iteration
-        if files and not final:
-            advice = "restore one from a backup, or start again in another OUTPUT_DIR"
-            raise comm.SettingsError(f"--resume: no good checkpoint in {self.save_dir}: {advice}")
-        if not final:
-            self.logger.warning("nothing to resume in %s: starting from scratch", self.save_dir)
-        return final
+        path, file_of_main_process = agree_on_newest(
+            self.save_dir,
+            lambda: find_newest(self.save_dir, tagged, self._state.read),
+            has_candidates(self.save_dir, tagged),
+        )
+        if not path:
+            return None
 
-    def _read(self, path: str, keys: Iterable[str]) -> dict:
-        """Read a file; a SettingsError if its parts of these names cannot be states."""
-        checkpoint = load_file(path)
-        owners = {"model": self.model, **{key: self.checkpointables[key] for key in keys}}
-        for key, owner in owners.items():
-            state, wanted = checkpoint.get(key, {}), owner.state_dict()
-            if isinstance(wanted, dict) and not isinstance(state, dict):
-                raise comm.SettingsError(f"checkpoint {path} is damaged: its {key} is no dict")
-        for key, value in checkpoint["model"].items():
-            if not (isinstance(value, (torch.Tensor, np.ndarray)) or key.endswith("_extra_state")):
-                raise comm.SettingsError(f"checkpoint {path} is damaged: {key} is no tensor")
-        return checkpoint
+        def read(path: str) -> CheckpointFile:
+            # Rank 0 has read it already, to see whether it is whole.
+            if file_of_main_process is not None:
+                return file_of_main_process
+            return self._state.read(path)
 
-    def _load_model(self, checkpoint: dict, path: str) -> "_IncompatibleKeys":
-        checkpoint.pop("rank_buffers", None)
-        state = dict(checkpoint.pop("model"))
-        for key in [key for key, value in state.items() if isinstance(value, np.ndarray)]:
-            state[key] = torch.from_numpy(state[key])
-        own_state = self.model.state_dict(keep_vars=True)
-        parts = {key.partition(".")[0] for key in state}  # "module" or the like before every name?
-        if len(parts) == 1 and not state.keys() & own_state.keys():
-            state = {key.removeprefix(f"{min(parts)}."): value for key, value in state.items()}
-        if own_state and not state.keys() & own_state.keys():
-            names = f"{', '.join([*state][:3])}, not {', '.join([*own_state][:3])}: rename them"
-            raise comm.SettingsError(f"{path} has nothing for this model: it holds {names}")
-        incorrect_shapes, names_of = [], defaultdict(list)
-        for key, own in own_state.items():
-            names_of[id(own)].append(key)
-            if key not in state or nn.parameter.is_lazy(own):
-                continue
-            shapes = [getattr(value, "shape", ()) for value in (state[key], own)]
-            if shapes[0] != shapes[1]:
-                del state[key]
-                incorrect_shapes.append((key, *map(tuple, shapes)))
-        missing, unexpected = self.model.load_state_dict(state, strict=False)
-        # A shared tensor has several names, of which one in the file is enough.
-        found = {key for names in names_of.values() for key in names if state.keys() & set(names)}
-        found.update(key for key, *_ in incorrect_shapes)
-        missing = [key for key in missing if key not in found]
-        return _IncompatibleKeys(missing, unexpected, incorrect_shapes)
+        return read_alike(path, read, "OUTPUT_DIR must be a folder that all ranks share")
 
-    def _load_checkpointables(self, checkpoint: dict, path: str, keys: Iterable[str]) -> None:
-        for key in keys:
-            if state := checkpoint.pop(key, None):
-                self.checkpointables[key].load_state_dict(state)
-            elif state is None or self.checkpointables[key].state_dict():  # else one that is off
-                self.logger.warning("%s holds no %s, which starts anew", path, key)
+    def _load(self, path: str, keys: Iterable[str]) -> dict:
+        """Load a file that need not be of this model; the rest is still part of the file."""
+        self.logger.info("Loading the model from %s", path)
+        file = read_alike(
+            path, self._state.read, "MODEL.WEIGHTS must be the same file on all machines"
+        )
+        content = file.content
+        content.pop("rank_buffers", None)
+        content.pop("checkpointables", None)
+        advice = "rename the entries of the file, or choose a different file"
+        differences = self._state.load_model(file, advice)
+        if differences:
+            self.logger.warning("The model is not the one that was saved: %s", differences)
+        self._state.load_objects(keys, file, content.pop("per_rank", {}))
+        return content
 
+    def _resume(self, file: CheckpointFile) -> dict:
+        """Load a file of this run."""
+        path = file.path
+        content = file.content
+        self.logger.info("Resuming from %s", path)
+        remember_checkpoint(path)
+        rank_buffers = copied(content.pop("rank_buffers", {}))
+        rank_states = copied(content.pop("per_rank", {}))
+        saved_keys = content.pop("checkpointables", [])
+        advice = (
+            "restore the settings of the run, or start elsewhere with this file as MODEL.WEIGHTS"
+        )
+        # Part by part: each gives back the memory of the file before the next one is loaded.
+        differences = self._state.load_model(file, advice)
+        if differences:
+            raise SettingsError(f"--resume: {path} has a different model: {differences}: {advice}")
+        self._state.load_objects(self._state.names(), file, rank_states)
+        self._state.load_buffers(self._state.modules(), rank_buffers, path)
 
-class _IncompatibleKeys(NamedTuple):
-    missing_keys: list[str]
-    unexpected_keys: list[str]
-    incorrect_shapes: list[tuple[str, tuple, tuple]]  # name, shape in the file, in the model
+        content = copied(content)
+        untaken = set()
+        for key in saved_keys:
+            if key in rank_states or not is_empty(content.get(key, {})):
+                untaken.add(key)
+        if untaken:
+            self.logger.warning(
+                "%s holds %s, but no object has this name: the next checkpoints are without it",
+                path,
+                ", ".join(sorted(untaken)),
+            )
+        self._resumed = _Resumed(
+            path, content.get("iteration"), dict(content), rank_states, rank_buffers, untaken
+        )
+        return content
 
-
-def _describe(incompatible: _IncompatibleKeys) -> str:
-    groups = defaultdict(list)  # "missing", "layer": ["weight", "bias"]
-    for what, keys in zip(("missing", "only in the file"), incompatible):
-        for key in keys:
-            groups[what, key.rpartition(".")[0]].append(key.rpartition(".")[2])
-    parts = [f"{what}: {prefix}.{{{','.join(names)}}}" for (what, prefix), names in groups.items()]
-    parts += [f"{name} is {old} in the file, {new} here" for name, old, new in incompatible[2]]
-    return "; ".join(parts)
+    def _keep_file_of_untaken_states(self) -> None:
+        """Give the file with states that new files lack a name that is never deleted."""
+        if self._resumed is None or not self._resumed.untaken:
+            return
+        names = sorted(self._resumed.untaken)
+        self._resumed.untaken.clear()
+        stem = os.path.basename(self._resumed.path).removesuffix(".pth")
+        kept = os.path.join(self.save_dir, f"{stem}_with_{'_'.join(names)}.pth")
+        try:
+            link_or_copy(self._resumed.path, kept)
+        except OSError as error:
+            self.logger.warning("%s could not be kept: %s", self._resumed.path, error)
+            return
+        self.logger.warning(
+            "New checkpoints have no %s; %s has it, and is not deleted: to go back to that file,"
+            " write its name into last_checkpoint",
+            ", ".join(names),
+            kept,
+        )

@@ -1,9 +1,7 @@
 import contextlib
 import math
-import zlib
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import repeat
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,60 +9,78 @@ import torch
 from plumbing import comm
 
 from .history import HistoryBuffer
+from .media import Medium, copied_image, make_histogram
+from .reduction import average_over_ranks, gather_numbers, require_finite_losses
+from .scalar import Scalar, checked_number, require_scalar, without_dimensions
+from .waiting import WaitingPuts
 
-_STACK = []  # the storages of the open `with` blocks, the innermost last
-_HISTORY_LENGTH = 1000  # values kept of each scalar: memory is bounded
 _WAITING_LENGTH = 100_000  # tensors that may wait, should nothing ever be due
-_MESSAGE_LENGTH = 1024  # float64 values that each rank sends in one collective
-_ITEM = torch.Tensor.item
+_MEDIA_LENGTH = 1000  # images, and histograms, that may wait for a writer
+
+_CURRENT_STORAGE_STACK: list["EventStorage"] = []  # of the open `with` blocks, the innermost last
 
 
 def get_event_storage() -> "EventStorage":
-    """The storage of the innermost open ``with EventStorage(...)``."""
-    assert _STACK, "get_event_storage() works only inside a `with EventStorage(...)` block"
-    return _STACK[-1]
+    """Return the storage of the innermost open ``with EventStorage(...)`` block."""
+    assert _CURRENT_STORAGE_STACK, (
+        "get_event_storage() works only inside a `with EventStorage(...)` block"
+    )
+    return _CURRENT_STORAGE_STACK[-1]
 
 
 def has_event_storage() -> bool:
-    return bool(_STACK)
+    return bool(_CURRENT_STORAGE_STACK)
+
+
+# The way of a value.
+#
+# 1. put_scalar: a number goes into the history of its name at once.  A tensor is copied on its
+#    device and waits unread, so that the loop never waits for a GPU.
+# 2. reduce, which all ranks call when something is due: reads what waits, averages it over the
+#    ranks with one message, checks the losses, and records everything in the histories.
+# 3. The writers of rank 0 then find numbers only.
 
 
 class EventStorage:
     """Keeps what is put, under the iteration ``iter``; inside a ``with`` it is the current storage.
 
     Several puts of a name in one iteration are averaged.  Numbers are this rank's own.  Tensors
-    stay unread until ``reduce`` averages them over the ranks; before, this rank's value is given.
+    stay unread until ``reduce`` averages them over the ranks.
+
+    Attributes:
+        iter: the current iteration; the loop sets it.
+        start_iter: the first iteration of this session, also after ``load_state_dict``.
     """
 
     def __init__(self, start_iter: int = 0) -> None:
-        self.iter, self._prefix = start_iter, ""
-        self._histories: dict[str, HistoryBuffer] = {}
-        self._hints: dict[str, bool] = {}
-        self._puts: dict[str, tuple[int, float, int]] = {}  # where several: iteration, sum, count
-        self._waiting: list[tuple[str, int, list[torch.Tensor]]] = []
-        self._read: list[float] = []  # this rank's values of the first ones of them
-        self._finite: tuple[str, ...] = ("loss",)  # as in the last ``reduce``
-        self._shown: tuple[int, dict] | None = None  # what writers got last, while it holds
-        length = 1000 * comm.is_main_process()  # which alone has writers
-        self._vis_data, self._histogram_data = deque(maxlen=length), deque(maxlen=length)
+        self.iter = start_iter
+        self.start_iter = start_iter
+        self._prefix = ""
+        self._scalars: dict[str, Scalar] = {}
+        self._waiting = WaitingPuts()  # what ``reduce`` has not seen
+        # Only rank 0 has writers.  detectron2's writers know these two names.
+        length = _MEDIA_LENGTH if comm.is_main_process() else 0
+        self._vis_data: deque[Medium] = deque(maxlen=length)
+        self._histograms: deque[Medium] = deque(maxlen=length)
 
     @property
     def iteration(self) -> int:
         return self.iter
 
     def step(self) -> None:
+        """Go to the next iteration."""
         self.iter += 1
 
     def __enter__(self) -> "EventStorage":
-        _STACK.append(self)
+        _CURRENT_STORAGE_STACK.append(self)
         return self
 
     def __exit__(self, *_: Any) -> None:
-        _STACK.pop()
+        _CURRENT_STORAGE_STACK.pop()
 
     @contextlib.contextmanager
     def name_scope(self, name: str) -> Iterator[None]:
-        """Inside, all names get the prefix ``name/``; scopes nest."""
+        """Give all names inside the prefix ``name/``; scopes nest."""
         outer = self._prefix
         self._prefix = f"{outer}{name.rstrip('/')}/"
         try:
@@ -72,187 +88,186 @@ class EventStorage:
         finally:
             self._prefix = outer
 
+    # Scalars: what goes in
+
     def put_scalar(
         self, name: str, value: Any, smoothing_hint: bool = True, cur_iter: int | None = None
     ) -> None:
-        """Keep a number or a tensor of one element, for ``iter`` or ``cur_iter``; never waits.
+        """Keep a number, or a tensor of one element; a tensor is not read, so nothing waits.
 
-        With the hint, which must not change, writers show a median, otherwise the newest value.
+        Args:
+            name: all ranks must put the same tensors in the same order.
+            smoothing_hint: whether writers show a median instead of the newest value; the same in
+                each put of a name.
+            cur_iter: the iteration, by default ``iter``.
         """
+        # In a compiled model: traced, the lists below would be compiled anew in each iteration.
+        if torch.compiler.is_compiling():
+            torch.compiler.disable(self.put_scalar)(name, value, smoothing_hint, cur_iter)
+            return
+        name = self._prefix + name
+        scalar = self._scalars.get(name)
+        if scalar is None or scalar.smoothing_hint != smoothing_hint:
+            scalar = self._new_scalar(name, value, smoothing_hint)
         iteration = self.iter if cur_iter is None else cur_iter
         if isinstance(value, torch.Tensor):
-            if value.ndim > 0 and value.numel() != 1:
-                raise ValueError(f"scalar {name}: needs one element, got {tuple(value.shape)}")
-            # A result of autograd is fresh; memory of another tensor may be changed by its owner.
-            value = value.detach().clone() if value.is_leaf or value._is_view() else value.detach()
-            self._waiting.append((self._hint(name, smoothing_hint), iteration, [value]))
+            if value.ndim > 0:
+                value = without_dimensions(name, value)
+            self._waiting.add_tensor(scalar, iteration, value)
+            if self._waiting.num_tensors >= _WAITING_LENGTH:
+                self.reduce()
+        elif scalar.is_waiting:
+            # It must come after the tensors of its name that were put earlier.
+            self._waiting.add_number(scalar, iteration, checked_number(name, value))
         else:
-            self._record(self._hint(name, smoothing_hint), float(value), iteration)
+            scalar.record(checked_number(name, value), iteration)
 
-    def put_norm(self, name: str, tensors: list[torch.Tensor]) -> None:
-        """Like ``put_scalar`` of the norm of tensors of one element, which must not change."""
-        self._waiting.append((self._hint(name, True), self.iter, tensors))
-
-    def _hint(self, name: str, smoothing_hint: bool) -> str:
-        name = self._prefix + name
-        if self._hints.setdefault(name, smoothing_hint) != smoothing_hint:
+    def _new_scalar(self, name: str, value: Any, smoothing_hint: bool) -> Scalar:
+        if name in self._scalars:
             raise ValueError(f"scalar {name}: smoothing_hint was {not smoothing_hint} before")
-        if len(self._waiting) >= _WAITING_LENGTH:
-            self.reduce(self._finite)
-        return name
+        require_scalar(name, value)
+        self._scalars[name] = Scalar(name, smoothing_hint)
+        return self._scalars[name]
 
     def put_scalars(
-        self, scalars: Mapping[str, Any] | None = None, /, *,
-        smoothing_hint: bool = True, cur_iter: int | None = None, **kwargs: Any,
-    ) -> None:  # fmt: skip
-        """``put_scalar`` for each item of a dict, whatever its name, and each keyword."""
-        for name, value in ({**(scalars or {}), **kwargs} if kwargs else scalars or {}).items():
+        self,
+        scalars: Mapping[str, Any] | None = None,
+        /,
+        *,
+        smoothing_hint: bool = True,
+        cur_iter: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Call ``put_scalar`` for each item of a dict and for each keyword.
+
+        A name that is given twice is an error.  A dict may have any names; scalars with the names
+        of the two arguments, smoothing_hint and cur_iter, cannot be keywords.
+        """
+        if not isinstance(smoothing_hint, bool) or isinstance(cur_iter, torch.Tensor):
+            raise TypeError("put_scalars: rename the scalar smoothing_hint or cur_iter")
+        if scalars is None:
+            scalars = kwargs
+        elif kwargs:
+            repeated = sorted(set(scalars) & set(kwargs))
+            if repeated:
+                raise TypeError(f"put_scalars: got {', '.join(repeated)} twice")
+            scalars = {**scalars, **kwargs}
+        for name, value in scalars.items():
             self.put_scalar(name, value, smoothing_hint, cur_iter)
+
+    def reduce(self) -> None:
+        """Read what waits and average it over the ranks; ``*_time`` is the maximum.  Collective.
+
+        Raises:
+            NonFiniteError: a tensor with "loss" in its name is not finite on some rank.  All ranks
+                raise it, after everything was recorded.
+        """
+        puts = self._waiting.puts
+        numbers = self._waiting.numbers()
+        ranks = [numbers]
+        if comm.get_world_size() > 1:
+            ranks = gather_numbers(puts, numbers)
+            numbers = average_over_ranks(puts, ranks)
+        self._waiting.clear()
+        for put, number in zip(puts, numbers):
+            put.scalar.record(number, put.iteration)
+        # One sum tells in nearly all cases that there is nothing to look for.
+        if not math.isfinite(sum(map(sum, ranks))):
+            learning_rates = self._scalars["lr"].history.values() if "lr" in self._scalars else []
+            require_finite_losses(puts, ranks, learning_rates)
+
+    # Scalars: what comes out.  Before ``reduce`` the values are this rank's own.
+
+    def history(self, name: str) -> HistoryBuffer:
+        """Return the history of one name; a KeyError if it was never put."""
+        return self.histories()[name]
+
+    def histories(self) -> dict[str, HistoryBuffer]:
+        self._waiting.record()
+        return {name: scalar.history for name, scalar in self._scalars.items()}
+
+    def latest(self) -> dict[str, tuple[float, int]]:
+        """Return {name: (newest value, its iteration)}."""
+        latest = {}
+        for name, history in self.histories().items():
+            latest[name] = (history.latest(), history.latest_iteration())
+        return latest
+
+    def latest_with_smoothing_hint(self, window_size: int = 20) -> dict[str, tuple[float, int]]:
+        """Return the same, but the smoothed value of names that were put with the hint.
+
+        It is the median over the last ``window_size`` iterations, without values that are not
+        finite: a skipped step must not hide the others.
+        """
+        self._waiting.record()
+        latest = {}
+        for name, scalar in self._scalars.items():
+            history = scalar.history
+            value = scalar.smoothed(window_size) if scalar.smoothing_hint else history.latest()
+            latest[name] = (value, history.latest_iteration())
+        return latest
+
+    def count_samples(self, name: str, window_size: int = 20) -> int:
+        """Return the number of values in the last ``window_size`` iterations before the newest."""
+        return self.histories().get(name, HistoryBuffer()).count_samples(window_size)
+
+    def smoothing_hints(self) -> dict[str, bool]:
+        return {name: scalar.smoothing_hint for name, scalar in self._scalars.items()}
+
+    # Images and histograms
 
     def put_image(self, img_name: str, img_tensor: torch.Tensor) -> None:
         """Keep an image for the writers: (C, H, W), RGB or grey, uint8 or float in [0, 1]."""
-        image = torch.as_tensor(img_tensor).detach().clone()  # its owner may change it
-        self._vis_data.append((self._prefix + img_name, image, self.iter))
+        if torch.compiler.is_compiling():
+            torch.compiler.disable(self.put_image)(img_name, img_tensor)
+        elif self._vis_data.maxlen > 0:
+            name = self._prefix + img_name
+            self._vis_data.append(Medium(name, copied_image(name, img_tensor), self.iter))
 
     def put_histogram(self, hist_name: str, hist_tensor: torch.Tensor, bins: int = 1000) -> None:
-        """Keep the histogram of a tensor's finite elements; reads it, so on a GPU this waits."""
-        values = torch.as_tensor(hist_tensor).detach().float().flatten().cpu()
-        if len(values := values[values.isfinite()]):
-            counts, edges = torch.histogram(values, bins)  # widens a range of one value itself
-            limits = {"min": values.min().item(), "max": values.max().item(), "num": len(values)}
-            sums = {"sum": values.sum().item(), "sum_squares": values.square().sum().item()}
-            buckets = {"bucket_limits": edges[1:].tolist(), "bucket_counts": counts.tolist()}
-            histogram = {**limits, **sums, **buckets}
-            self._histogram_data.append((self._prefix + hist_name, histogram, self.iter))
+        """Keep the histogram of the finite elements of a tensor; on a GPU this waits for them.
+
+        Of a complex tensor it shows the magnitudes, of a sparse tensor the elements that are
+        stored.
+        """
+        if torch.compiler.is_compiling():
+            torch.compiler.disable(self.put_histogram)(hist_name, hist_tensor, bins)
+        elif self._histograms.maxlen > 0:
+            name = self._prefix + hist_name
+            histogram = make_histogram(name, hist_tensor, bins)
+            if histogram is not None:
+                self._histograms.append(Medium(name, histogram, self.iter))
 
     def clear_images(self) -> None:
         self._vis_data.clear()
 
     def clear_histograms(self) -> None:
-        self._histogram_data.clear()
+        self._histograms.clear()
 
-    def history(self, name: str) -> HistoryBuffer:
-        """Raises a KeyError for a name that was never put."""
-        return self.histories()[name]
-
-    def histories(self) -> dict[str, HistoryBuffer]:
-        if unread := self._waiting[len(self._read) :]:
-            values = _read([tensors for _, _, tensors in unread])
-            for (name, iteration, _), value in zip(unread, values):
-                self._record(name, value, iteration)
-            self._read += values
-        return self._histories
-
-    def latest(self) -> dict[str, tuple[float, int]]:
-        """{name: (newest value, its iteration)}"""
-        return {name: (h.latest(), h.latest_iteration()) for name, h in self.histories().items()}
-
-    def latest_with_smoothing_hint(self, window_size: int = 20) -> dict[str, tuple[float, int]]:
-        """Like ``latest``, but names put with the hint get their median over a window."""
-        histories, latest = self.histories(), {}
-        if self._shown is None or self._shown[0] != window_size:
-            for name, history in histories.items():
-                value = history.latest()
-                if self._hints[name]:
-                    value = history.median(history.count_samples(window_size))
-                latest[name] = value, history.latest_iteration()
-            self._shown = window_size, latest
-        return dict(self._shown[1])
-
-    def count_samples(self, name: str, window_size: int = 20) -> int:
-        return self.histories().get(name, HistoryBuffer()).count_samples(window_size)
-
-    def smoothing_hints(self) -> dict[str, bool]:
-        return self._hints
-
-    def reduce(self, finite: tuple[str, ...] = ("loss", "grad_norm")) -> None:
-        """Read all that waits: means over the ranks, of ``*_time`` the maximum.  Collective.
-
-        On all ranks it is a NonFiniteError if a name with a part in ``finite`` is not, on any rank.
-        """
-        self._finite = finite
-        names, iterations, tensors = zip(*self._waiting) if self._waiting else ((), (), ())
-        if comm.get_world_size() == 1:
-            self.histories()
-            ranks = [self._read]
-        else:
-            for name, iteration in zip(names[: len(self._read)], iterations):
-                self._puts.pop(name, None)
-                while self._histories[name].latest_iteration() >= iteration:
-                    self._histories[name].pop()
-            ranks = _gather(_read(tensors), names)
-            for name, iteration, *values in zip(names, iterations, *ranks):
-                slowest = name.endswith("_time")
-                self._record(name, max(values) if slowest else sum(values) / len(values), iteration)
-        self._waiting, self._read = [], []
-        if not math.isfinite(sum(map(sum, ranks))):
-            puts = [zip(iterations, names, repeat(rank), v) for rank, v in enumerate(ranks)]
-            self._require_finite([put for rank in puts for put in rank], finite)
-
-    def _require_finite(self, puts: list[tuple[int, str, int, float]], checked: tuple) -> None:
-        if bad := [p for p in puts if not math.isfinite(p[3]) and any(c in p[1] for c in checked)]:
-            # A loss comes before the gradients, which are bad on all ranks.
-            first, _, rank, _ = min(bad, key=lambda put: (put[0], "loss" not in put[1]))
-            rates = self._histories.get("lr", HistoryBuffer()).values()
-            values = [(name, v) for i, name, r, v in puts if (i, r) == (first, rank)]
-            values += [("lr", rate) for rate, i in rates if i == first]
-            listing = ", ".join(f"{name} {value:.4g}" for name, value in values)
-            raise comm.NonFiniteError(
-                f"not finite at iteration {first} on rank {rank}: {listing}; last good checkpoint:"
-                f" {comm.last_checkpoint}; lower SOLVER.BASE_LR or CLIP_GRAD_NORM, or mend the data"
-            )
-
-    def _record(self, name: str, value: float, iteration: int) -> None:
-        history = self._histories.get(name)
-        if history is None:
-            history = self._histories[name] = HistoryBuffer(_HISTORY_LENGTH)
-        elif history.latest_iteration() == iteration:
-            newest, total, count = self._puts.get(name, (None, 0.0, 0))
-            total, count = (total, count) if newest == iteration else (history.latest(), 1)
-            self._puts[name] = iteration, total + value, count + 1
-            history.pop()
-            value = (total + value) / (count + 1)
-        history.update(value, iteration)
-        self._shown = None
+    # Checkpoints
 
     def state_dict(self) -> dict:
-        histories = {name: history.state_dict() for name, history in self.histories().items()}
-        media = {"images": list(self._vis_data), "histograms": list(self._histogram_data)}
-        return {"histories": histories, "smoothing_hints": dict(self._hints), **media}
+        histories = self.histories()
+        return {
+            "iter": self.iter,
+            "histories": {name: history.state_dict() for name, history in histories.items()},
+            "smoothing_hints": self.smoothing_hints(),
+            # Those of the iteration that is saved: a resume hides it in the old event file.
+            "images": [tuple(image) for image in self._vis_data],
+            "histograms": [tuple(histogram) for histogram in self._histograms],
+        }
 
     def load_state_dict(self, state: dict) -> None:
-        self._hints = dict(state["smoothing_hints"])
-        self._vis_data.extend(map(tuple, state.get("images", ())))
-        self._histogram_data.extend(map(tuple, state.get("histograms", ())))
+        """Restore everything; the next iteration is the first of this session."""
+        self._waiting.clear()
+        self.iter = state["iter"]
+        self.start_iter = self.iter + 1
+        self._scalars = {}
         for name, history in state["histories"].items():
-            self._histories[name] = HistoryBuffer(_HISTORY_LENGTH)
-            self._histories[name].load_state_dict(history)
-            # A put for the iteration that the state ends with takes its value's place.
-            self._puts[name] = self._histories[name].latest_iteration(), 0.0, 0
-        self._shown = None
-
-
-def _read(waiting: Sequence[list[torch.Tensor]]) -> list[float]:
-    """The values of single tensors, and the norms of several; a copy for each type on GPUs."""
-    on_gpu, read = [t for each in waiting for t in each if t.is_cuda], {}
-    for kind in {(tensor.dtype, tensor.device) for tensor in on_gpu}:
-        alike = [each for each in on_gpu if (each.dtype, each.device) == kind]
-        values = torch.stack([each.view(()) for each in alike]).tolist()
-        read.update(zip(map(id, alike), values))
-    number = (lambda each: read[id(each)] if each.is_cuda else each.item()) if read else _ITEM
-    return [float(number(*t)) if len(t) == 1 else math.hypot(*map(number, t)) for t in waiting]
-
-
-def _gather(values: list[float], names: Sequence[str]) -> list[list[float]]:
-    """The values of each rank; a message has one length and says what is in it."""
-    label, ranks = float(zlib.crc32(repr(names).encode())), []
-    for part in torch.tensor(values, dtype=torch.float64).split(_MESSAGE_LENGTH - 1):
-        message = torch.full((_MESSAGE_LENGTH,), label, dtype=torch.float64)
-        message[1 : 1 + len(part)] = part
-        received = comm.gather_tensor(message).tolist()
-        if any(other[0] != label for other in received):
-            comm.require_same_keys(list(names), "EventStorage.reduce")
-        ranks = ranks or [[] for _ in received]
-        for numbers, other in zip(ranks, received):
-            numbers += other[1 : 1 + len(part)]
-    return ranks
+            scalar = Scalar(name, state["smoothing_hints"][name])
+            scalar.load_history(history)
+            self._scalars[name] = scalar
+        self.clear_images()
+        self.clear_histograms()
+        self._vis_data.extend(Medium(*image) for image in state["images"])
+        self._histograms.extend(Medium(*histogram) for histogram in state["histograms"])

@@ -1,0 +1,115 @@
+"""One file for all ranks: each of them must read the same content, or none trains.
+
+When a run is resumed,
+
+1. rank 0 looks for the newest whole file, and the others look whether they see any file at all;
+2. they exchange what they found: all take the file of rank 0, or all raise the same error;
+3. every rank reads that file, and they exchange its size and checksum;
+4. only if these are the same everywhere does any rank load its content.
+
+So a rank on a machine that does not share the folder, or has an older copy of it, is noticed before
+anything is trained.
+"""
+
+import os
+from collections.abc import Callable
+from typing import NamedTuple
+
+from plumbing import comm
+from plumbing.errors import SettingsError
+
+from .archive import CheckpointFile, Fingerprint
+
+
+class _Found(NamedTuple):
+    """What one rank reports about the folder."""
+
+    has_candidates: bool
+    # Of rank 0 only: the name of the file, and why there is none.
+    name: str
+    error: SettingsError | None
+
+
+class _Read(NamedTuple):
+    """What one rank reports about the file."""
+
+    fingerprint: Fingerprint | None
+    error: SettingsError | None
+
+
+def agree_on_newest(
+    folder: str, find: Callable[[], CheckpointFile | None], has_candidates: bool
+) -> tuple[str, CheckpointFile | None]:
+    """Let rank 0 choose the file that all ranks resume from.  Collective.
+
+    Args:
+        find: reads the newest whole file; it is called on rank 0 only.
+        has_candidates: whether this rank sees any file to resume from.
+
+    Returns:
+        The path of the file, "" if there is nothing to resume; on rank 0 also the file, which has
+        been read.
+
+    Raises:
+        SettingsError: on all ranks, if ``find`` raised it, or if only other ranks see files.
+    """
+    file = None
+    error = None
+    if comm.is_main_process():
+        try:
+            file = find()
+        except SettingsError as caught:
+            error = caught
+    name = os.path.basename(file.path) if file is not None else ""
+    every = comm.all_gather(_Found(has_candidates, name, error))
+    if every[0].error is not None:
+        raise every[0].error
+    for rank, found in enumerate(every):
+        if found.has_candidates and not every[0].name:
+            raise SettingsError(
+                f"--resume: rank {rank} sees checkpoints in {folder}, and rank 0 sees none:"
+                " OUTPUT_DIR must be a folder that all ranks share"
+            )
+    if not every[0].name:
+        return "", None
+    return os.path.join(folder, every[0].name), file
+
+
+def read_alike(path: str, read: Callable[[str], CheckpointFile], advice: str) -> CheckpointFile:
+    """Read a file on every rank, and check that all have read the same.  Collective.
+
+    Args:
+        read: reads the file, or raises SettingsError.
+        advice: what the user can do if the ranks do not see the same file.
+
+    Raises:
+        SettingsError: the same on all ranks.
+    """
+    file = None
+    fingerprint = None
+    error = None
+    try:
+        file = read(path)
+        fingerprint = file.fingerprint
+    except SettingsError as caught:
+        error = caught
+    every = comm.all_gather(_Read(fingerprint, error))
+    first = every[0]
+    if first.error is not None:
+        raise first.error
+    for rank, other in enumerate(every):
+        if other.error is not None:
+            raise SettingsError(
+                f"rank {rank} cannot read what rank 0 reads: {other.error}: {advice}"
+            )
+        if other.fingerprint != first.fingerprint:
+            raise SettingsError(
+                f"{path} on rank {rank} is not the file that rank 0 reads"
+                f" ({_describe(other.fingerprint)}; on rank 0 {_describe(first.fingerprint)}):"
+                f" {advice}"
+            )
+    return file
+
+
+def _describe(fingerprint: Fingerprint) -> str:
+    return f"{fingerprint.size} bytes, checksum {fingerprint.checksum:08x}"
