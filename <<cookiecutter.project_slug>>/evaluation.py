@@ -46,6 +46,8 @@ class AccuracyEvaluator(DatasetEvaluator):
         counts = comm.gather_tensor(self.counts).sum(dim=0).cpu()
         confusion = counts.view(self.num_classes, self.num_classes)  # [label, prediction]
         totals = confusion.sum(dim=1)
+        if totals.sum() == 0:
+            return None
         if has_event_storage():
             rates = confusion / totals.clamp(min=1)[:, None]
             get_event_storage().put_image(f"{self.name}/confusion", rates[None])

@@ -37,7 +37,7 @@ class DigitNet(nn.Module):
             data: a batch as data.py describes it.
 
         Returns:
-            In training mode, a dict of scalar losses: train.py minimizes their sum.
+            In training mode, a dict of scalar losses: train.py minimizes their sum, total_loss.
             In evaluation mode, logits of shape (B, num_classes).
         """
         logits = self.classifier(self.features(data["images"]))

@@ -2,6 +2,7 @@
 
 import bisect
 import math
+from types import SimpleNamespace
 
 import torch
 from torch import nn
@@ -64,7 +65,8 @@ def build_param_groups(cfg, model):
 
 def build_lr_scheduler(cfg, optimizer):
     """Any scheduler of torch.optim.lr_scheduler can stand here: a resume with it is exact."""
-    return LRMultiplier(optimizer, lambda iteration: lr_multiplier(cfg.SOLVER, iteration))
+    solver = SimpleNamespace(**cfg.SOLVER)  # quicker to read in each iteration
+    return LRMultiplier(optimizer, lambda iteration: lr_multiplier(solver, iteration))
 
 
 def lr_multiplier(solver, iteration):

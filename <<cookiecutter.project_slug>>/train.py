@@ -15,7 +15,7 @@ from data import build_test_loader, build_train_loader
 from defaults import check_cfg, expand_paths, get_cfg
 from evaluation import build_evaluators
 from model import build_model
-from plumbing import comm
+from plumbing import comm, run_settings
 from plumbing.arguments import parse_args
 from plumbing.checkpoint import BestCheckpointer, Checkpointer, PeriodicCheckpointer
 from plumbing.environment import log_environment, setup_backends
@@ -28,17 +28,15 @@ from plumbing.parallel import DistributedDataParallel, gradient_sync
 from plumbing.preemption import StopRequest
 from plumbing.random_state import set_random_state
 from plumbing.run_folder import open_run
-from plumbing.run_settings import (
-    choose_seed,
-    has_checkpoint,
-    log_settings,
-    require_same_settings,
-    save_settings,
-)
 from plumbing.settings import merge_settings
 from plumbing.timing import TimedLoader
-from solver import build_autocast, build_grad_scaler, build_lr_scheduler, build_optimizer
-from solver import check_solver
+from solver import (
+    build_autocast,
+    build_grad_scaler,
+    build_lr_scheduler,
+    build_optimizer,
+    check_solver,
+)
 
 logger = logging.getLogger("train")
 
@@ -75,6 +73,7 @@ def evaluate(cfg, model, storage, best_checkpointer, iteration):
 def do_train(cfg, model, resume=False):
     """Train until SOLVER.MAX_ITER.  Returns the last results, or None if a signal stopped it."""
     model.train()
+    parameters = list(model.parameters())
     optimizer = build_optimizer(cfg, model)
     scheduler = build_lr_scheduler(cfg, optimizer)
     scaler = build_grad_scaler(cfg)
@@ -106,14 +105,18 @@ def do_train(cfg, model, resume=False):
     )
     best_checkpointer = BestCheckpointer(checkpointer, cfg.TEST.BEST_METRIC, cfg.TEST.BEST_MODE)
     data_loader = TimedLoader(build_train_loader(cfg, start_iter), cfg.SOLVER.BATCH_SIZE)
-    save_settings(cfg, cfg.OUTPUT_DIR)
-    default = default_writers(cfg.OUTPUT_DIR, max_iter, start_iter)
+    run_settings.save_settings(cfg, cfg.OUTPUT_DIR)
     eval_period = cfg.TEST.EVAL_PERIOD
     log_periods = (cfg.LOG_PERIOD, cfg.SOLVER.CHECKPOINT_PERIOD, eval_period)
     results = {}
 
-    with storage, data_loader, open_writers(default) as writers, StopRequest() as request:
-        # A run that was killed after a save has yet to do what follows the save.
+    with (
+        storage,
+        data_loader,
+        open_writers(default_writers(cfg.OUTPUT_DIR, max_iter, start_iter)) as writers,
+        StopRequest() as request,
+    ):
+        # If the run was killed after a save, what follows the save is still to do.
         storage.iter = start_iter - 1
         if is_due(storage.iter, max_iter, eval_period):
             results = evaluate(cfg, model, storage, best_checkpointer, storage.iter)
@@ -137,7 +140,7 @@ def do_train(cfg, model, resume=False):
                 storage.put_scalar("total_loss", losses)
 
             scaler.unscale_(optimizer)
-            grad_norm = clip_grad_norm_(model.parameters(), cfg.SOLVER.CLIP_GRAD_NORM)
+            grad_norm = clip_grad_norm_(parameters, cfg.SOLVER.CLIP_GRAD_NORM)
             storage.put_scalar("grad_norm", grad_norm)
             scaler.step(optimizer)
             scaler.update()
@@ -171,7 +174,7 @@ def setup(args):
     expand_paths(cfg)
     check_cfg(cfg, num_ranks=int(os.environ.get("WORLD_SIZE", 1)))
     check_solver(cfg)
-    resumable = args.resume and has_checkpoint(cfg.OUTPUT_DIR)
+    resumable = args.resume and run_settings.has_checkpoint(cfg.OUTPUT_DIR)
     if args.eval_only and not (cfg.MODEL.WEIGHTS or resumable):
         raise SettingsError(
             "--eval-only needs a model: set MODEL.WEIGHTS to a checkpoint, or add --resume for the"
@@ -181,13 +184,13 @@ def setup(args):
     device = choose_device(cfg.MODEL.DEVICE)
     cfg.MODEL.DEVICE = device.type
     init_process_group(device, cfg.TIMEOUT_SECONDS)
-    require_same_settings(cfg)
+    run_settings.require_same_settings(cfg)
     setup_backends(cfg.FLOAT32_PRECISION, cfg.CUDNN_BENCHMARK, cfg.DETERMINISTIC)
     args.resume = open_run(cfg.OUTPUT_DIR, args.resume, args.eval_only)
-    cfg.SEED = choose_seed(cfg.SEED, cfg.OUTPUT_DIR, args.resume)
+    cfg.SEED = run_settings.choose_seed(cfg.SEED, cfg.OUTPUT_DIR, args.resume)
     cfg.freeze()
     log_environment(device)
-    log_settings(cfg, get_cfg(), cfg.OUTPUT_DIR, args.resume)
+    run_settings.log_settings(cfg, get_cfg(), cfg.OUTPUT_DIR, args.resume)
     set_random_state(cfg.SEED)
     return cfg
 

@@ -20,6 +20,7 @@ def averaged_buffers(model: nn.Module) -> Iterator[dict]:
         The buffers of all ranks, for ``load_buffers``; {} if there is one rank or no buffer:
         "sizes": {name: bytes}, "ranks": a tensor of bytes, shape (ranks, sum of the sizes).
     """
+    # All ranks have the same model, so they decide this alike.
     own = _own_buffers(model)
     if comm.get_world_size() == 1 or not own:
         yield {}
@@ -32,6 +33,7 @@ def averaged_buffers(model: nn.Module) -> Iterator[dict]:
                 buffer.copy_(values.double().mean(dim=0).view_as(buffer))
         yield all_buffers
     finally:
+        # Also after an error, because the caller may go on.
         load_buffers(model, all_buffers, comm.get_rank())
 
 

@@ -26,6 +26,8 @@ from plumbing.errors import NonFiniteError, SettingsError, StoppedBySignal, last
 
 logger = logging.getLogger(__name__)
 _DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# How gloo and NCCL say that the process at the other end of a connection is gone.
+_LOST_A_RANK = ("connection closed by peer", "connection reset by peer", "ncclremoteerror")
 _ERROR_STATUS = 2
 _SECONDS_FOR_OTHERS = 10.0
 _ELASTIC_SECONDS = 3.0
@@ -220,7 +222,7 @@ def _is_timeout(error: Exception) -> bool:
 def _has_lost_a_rank(error: Exception) -> bool:
     """Whether another rank has ended first: then the error of that rank is the reason."""
     text = str(error).lower()
-    lost = "connection closed by peer" in text or "connection reset by peer" in text
+    lost = any(words in text for words in _LOST_A_RANK)
     return isinstance(error, RuntimeError) and lost
 
 

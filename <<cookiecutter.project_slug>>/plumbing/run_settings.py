@@ -83,7 +83,7 @@ def _saved_settings(output_dir: str) -> Iterator[str]:
         pass
     for path in reversed(_checkpoint_files(output_dir)):
         try:
-            yield load_file(path).get("config", "")
+            yield load_file(path, check_tensors=False).get("config", "")
         except SettingsError:
             # Whoever resumes from this file says what is wrong with it.
             continue

@@ -69,9 +69,9 @@ def shell(*words):
 
 
 def on_two_ranks(function, *args):
-    """Call a function in two processes that are ranks, as under torchrun.  Returns their exit codes.
+    """Call a function in two processes that are ranks.  Returns their exit codes.
 
-    The function has to join the ranks itself, as train.main does.
+    They are ranks as under torchrun: the function has to join them itself, as train.main does.
     """
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")

@@ -79,6 +79,7 @@ def test_the_model_gives_scalar_losses_in_training_that_reach_every_parameter(cf
         loss_dict = model(data)
     for name, loss in loss_dict.items():
         assert loss.ndim == 0, name
+    assert "total_loss" not in loss_dict, "train.py adds up the losses and logs their sum"
     sum(loss_dict.values()).backward()
     for name, parameter in model.named_parameters():
         assert not parameter.requires_grad or parameter.grad is not None, name

@@ -1,4 +1,4 @@
-"""What the tests of a project's files share: a small run of train.py, in this process, on ranks, or from the shell.
+"""What the tests of the project share: a small run of train.py, here, on ranks, or from the shell.
 
 A rank is a process that is forked off a server which holds torch already, and takes half a second
 where one of torchrun takes six.
@@ -57,7 +57,7 @@ def arguments(output, words=""):
 def parse(words):
     import train
 
-    return train.parse_args(words)
+    return train.parse_args("", words)
 
 
 @contextlib.contextmanager

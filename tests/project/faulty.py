@@ -5,11 +5,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "<<cookiecutter.project_slug>>"))
 
-from models import Faulty  # noqa: E402
-
 import train  # noqa: E402
+from models import Faulty  # noqa: E402
 from plumbing.launch import launch  # noqa: E402
 
 if __name__ == "__main__":
     train.build_model = lambda cfg: Faulty(iteration=5, rank=1)
-    launch(train.main, train.parse_args())
+    launch(train.main, train.parse_args(""))

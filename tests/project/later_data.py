@@ -1,28 +1,14 @@
 """The digits and their loaders: what is read, on which rank, when, and what an error looks like."""
 
-import collections
 import contextlib
-import itertools
-import multiprocessing
 import os
-import signal
-
-import numpy as np
-import pytest
-import torch
-from torch.utils.data import ConcatDataset, Dataset, TensorDataset
 
 import data
+import pytest
+import torch
 from data import (
-    Digits,
-    Loader,
-    Prefetcher,
-    SeededSamples,
-    build_test_loader,
     build_train_loader,
-    dataset_size,
     plain_sampler,
-    read_digits,
 )
 from defaults import get_cfg
 from plumbing import comm

@@ -6,9 +6,8 @@ import math
 import re
 from pathlib import Path
 
-import pytest
-
 import defaults
+import pytest
 from defaults import check_cfg, freeze_cfg, get_cfg, save_cfg
 from plumbing.errors import SettingsError
 from plumbing.settings import leaves, merge_settings

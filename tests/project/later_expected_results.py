@@ -3,34 +3,21 @@
 import json
 import logging
 import math
-import re
 
 import pytest
 import torch
-from conftest import arguments, counted_waits, own_log, parse, train_here
-from models import Tiny
-from ranks import run_on_ranks
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-
-import evaluation
 import train
+from conftest import arguments, own_log, parse, train_here
 from defaults import check_cfg, expected_results, get_cfg
 from evaluation import (
-    CalibrationEvaluator,
-    DigitsEvaluator,
-    Evaluator,
-    InferenceTimer,
     build_evaluators,
-    inference_context,
     inference_on_dataset,
 )
-from hardware import build_parallel
 from plumbing import comm
 from plumbing.comm import SettingsError
-from plumbing.events import EventStorage
 from plumbing.setup import launch
-from records import load_results, save_results, verify_results
+from records import verify_results
+from torch import nn
 
 NUM_SAMPLES = 61
 

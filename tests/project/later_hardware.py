@@ -6,17 +6,16 @@ import math
 import sys
 from unittest.mock import MagicMock
 
+import hardware
 import numpy as np
 import pytest
 import torch
 from conftest import train_here
-from torch import nn
-
-import hardware
 from defaults import check_cfg, get_cfg
 from hardware import build_parallel, choose_device, setup_backends
 from plumbing.checkpoint import Checkpointer
 from plumbing.comm import NonFiniteError, SettingsError
+from torch import nn
 
 
 @pytest.fixture

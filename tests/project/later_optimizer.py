@@ -7,8 +7,6 @@ import math
 import pytest
 import torch
 from conftest import settings, train_here
-from torch import nn
-
 from defaults import get_cfg
 from gradients import Gradients, build_grad_scaler, build_gradients
 from hardware import build_autocast
@@ -21,6 +19,7 @@ from optimizer import (
 )
 from plumbing.comm import NonFiniteError, SettingsError
 from plumbing.events import EventStorage
+from torch import nn
 
 
 def error_of(function, *args):

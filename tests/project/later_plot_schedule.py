@@ -3,14 +3,13 @@
 import re
 from xml.etree import ElementTree
 
-import pytest
-from conftest import ROOT
-from torch.optim import lr_scheduler
-
 import plot_schedule
+import pytest
 import schedule
+from conftest import ROOT
 from plot_schedule import COLUMNS, ROWS, SAMPLES
 from plumbing.comm import SettingsError
+from torch.optim import lr_scheduler
 
 
 @pytest.fixture

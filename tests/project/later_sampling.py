@@ -5,7 +5,6 @@ from itertools import chain, islice
 
 import numpy as np
 import pytest
-
 import train
 from data import build_train_loader, dataset_size
 from defaults import check_cfg, get_cfg

@@ -6,9 +6,8 @@ import math
 
 import pytest
 import torch
-from conftest import ROOT, arguments, own_log, parse, train_here
-
 import train
+from conftest import ROOT, arguments, own_log, parse, train_here
 from data import dataset_size
 from defaults import check_cfg, get_cfg
 from plumbing.comm import SettingsError

@@ -10,16 +10,15 @@ import types
 import warnings
 
 import pytest
+import schedule
 import torch
 from conftest import ROOT, arguments, own_log, settings
-from torch import nn
-from torch.optim import lr_scheduler
-
-import schedule
 from defaults import check_cfg
 from optimizer import build_optimizer
 from plumbing.comm import SettingsError
 from schedule import LRMultiplier, MomentumCycle, build_lr_scheduler
+from torch import nn
+from torch.optim import lr_scheduler
 
 
 def rates(num=None, model=None, **solver):

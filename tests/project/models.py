@@ -2,10 +2,9 @@
 
 import math
 
-from torch import nn
-
 from plumbing import comm
 from plumbing.events import get_event_storage
+from torch import nn
 
 
 class Tiny(nn.Module):

@@ -6,7 +6,6 @@ import pickle
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-
 from plumbing import launch
 
 

@@ -820,7 +820,8 @@ def test_an_object_without_both_methods_is_refused_when_it_is_added(folder):
 def test_the_file_with_the_state_of_an_object_that_is_gone_is_named_and_never_deleted(
     folder, warnings
 ):
-    Checkpointer(constant(1), folder, ema=State(5), off=State(0)).save("model_0000003", iteration=3)
+    saved = {"ema": State(5), "off": State(0)}
+    Checkpointer(constant(1), folder, **saved).save("model_0000003", iteration=3)
     checkpointer = Checkpointer(constant(0), folder, off=State(1))
     checkpointer.resume_or_load("")
     (message,) = warnings()
@@ -846,6 +847,14 @@ def test_an_object_that_takes_its_state_after_the_resume_leaves_no_second_file(f
     checkpointer.add_checkpointable("late", State(0))
     checkpointer.save("model_0000004", iteration=4)
     assert names_in(folder) == ["last_checkpoint", "model_0000003.pth", "model_0000004.pth"]
+
+
+def test_an_evaluation_takes_the_model_alone_without_a_warning_and_without_the_rest(
+    folder, warnings
+):
+    Checkpointer(constant(1), folder, ema=State(5)).save("model_0000003", iteration=3)
+    assert Checkpointer(constant(0), folder).resume_or_load("") == {"iteration": 3}
+    assert warnings() == []
 
 
 def test_an_object_that_comes_after_the_resume_and_is_not_in_the_file_is_a_warning(
@@ -965,7 +974,7 @@ def peak():
 
 folder, what = sys.argv[1:]
 if what == "save":
-    model, optimizer = make(40, 1024)
+    model, optimizer = make(30, 1024)
     for parameter in model.parameters():
         moments = {name: torch.rand_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
         optimizer.state[parameter] = {"step": torch.ones(()), **moments}
@@ -981,7 +990,13 @@ else:
     small, of_small = make(1, 8)
     Checkpointer(small, folder + "/small", optimizer=of_small).resume_or_load("")
     before = peak()
-    model, optimizer = make(40, 1024)
+    if what == "evaluate":
+        model = make(30, 1024)[0]
+        Checkpointer(model, folder).resume_or_load("")
+        size = sum(parameter.nbytes for parameter in model.parameters())
+        print((peak() - before) * 1024 / size)
+        sys.exit()
+    model, optimizer = make(30, 1024)
     Checkpointer(model, folder, optimizer=optimizer).resume_or_load("")
 size = 3 * sum(parameter.nbytes for parameter in model.parameters())
 print((peak() - before) * 1024 / size)
@@ -989,12 +1004,25 @@ print((peak() - before) * 1024 / size)
 
 
 def test_a_save_takes_a_tenth_of_the_state_in_memory_and_a_resume_a_tenth_more_than_it(tmp_path):
-    # 480 MB, as a small state would drown in what the interpreter itself takes.
+    # 360 MB, as a small state would drown in what the interpreter itself takes.
     save = float(shell("-c", MEMORY, tmp_path, "save").stdout)
     resume = float(shell("-c", MEMORY, tmp_path, "resume").stdout)
+    evaluation = float(shell("-c", MEMORY, tmp_path, "evaluate").stdout)
     (tmp_path / "x.pth").unlink()
     assert save <= 0.10
     assert 0.9 <= resume <= 1.10
+    # The model, and its part of the file, which is given back when it has been loaded.
+    assert evaluation <= 2.2
+
+
+def test_the_settings_in_a_file_can_be_read_without_its_tensors(folder):
+    Checkpointer(constant(1), folder, config="SEED: 1\n").save("x")
+    path = Path(folder, "x.pth")
+    data = path.read_bytes()
+    path.write_bytes(flip(data, data.index(b"\0\0\x80?\0\0\x80?")))
+    assert load_file(str(path), check_tensors=False)["config"] == "SEED: 1\n"
+    with pytest.raises(SettingsError, match="damaged"):
+        load_file(str(path))
 
 
 def test_a_resume_reads_its_file_once(folder, monkeypatch):

@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, arguments, own_log
-from torch import nn
-
 from plumbing import comm
 from plumbing.settings import leaves
+from torch import nn
 
 PAGES = "FROM_HOOKS.md", "EDITS.md"
 SMALL_EDITS = "Small edits"

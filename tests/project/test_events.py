@@ -1,20 +1,19 @@
 """What a run puts: kept exactly, read late, reduced once; and written by the writers."""
 
 import contextlib
+import importlib
 import io
 import json
 import math
+import sys
 import weakref
 
 import numpy as np
 import pytest
 import torch
 from conftest import read_events
-from ranks import run_on_ranks
-from torch.utils._python_dispatch import TorchDispatchMode
-
 from plumbing import comm
-from plumbing.comm import NonFiniteError
+from plumbing.errors import NonFiniteError, remember_checkpoint
 from plumbing.events import (
     EventStorage,
     HistoryBuffer,
@@ -23,6 +22,8 @@ from plumbing.events import (
     get_event_storage,
     has_event_storage,
 )
+from ranks import run_on_ranks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def scalar(value):
@@ -83,6 +84,25 @@ def test_a_nan_in_the_window_makes_its_median_nan():
     assert history.median(2) == 2.5
 
 
+def test_infinities_of_both_signs_have_a_median():
+    assert filled(math.inf, 1.0, -math.inf).median(3) == 1.0
+
+
+def test_a_history_without_its_newest_value_is_as_it_was_before():
+    history = filled(1.0, 2.0, 4.0)
+    history.pop()
+    assert history.values() == [(1.0, 0), (2.0, 1)]
+    assert history.global_avg() == 1.5
+
+
+def test_a_copy_of_a_history_changes_alone():
+    history = filled(1.0, 2.0, max_length=2)
+    other = history.copy()
+    other.update(3.0)
+    assert history.values() == [(1.0, 0), (2.0, 1)]
+    assert (other.values(), other.global_avg()) == ([(2.0, 1), (3.0, 2)], 2.0)
+
+
 # EventStorage
 
 
@@ -110,7 +130,17 @@ def test_the_iteration_starts_steps_and_is_set():
 
 @pytest.mark.parametrize(
     "value",
-    [3, 3.0, np.float32(3), torch.tensor(3), torch.tensor([[3.0]]), torch.tensor(3.0).half()],
+    [
+        3,
+        3.0,
+        np.float32(3),
+        np.array(3),
+        torch.tensor(3),
+        torch.tensor([[3.0]]),
+        torch.tensor(3.0).half(),
+        torch.tensor(3.0).bfloat16(),
+        torch.nn.Parameter(torch.tensor(3.0)),
+    ],
 )
 def test_a_scalar_may_be_a_number_or_a_tensor_of_one_element(value):
     storage = EventStorage()
@@ -120,9 +150,50 @@ def test_a_scalar_may_be_a_number_or_a_tensor_of_one_element(value):
     assert type(kept) is float
 
 
+@pytest.mark.parametrize("value", [True, np.bool_(True), torch.tensor(True)])
+def test_a_bool_counts_as_a_number(value):
+    storage = EventStorage()
+    storage.put_scalar("x", value)
+    assert storage.latest() == {"x": (1.0, 0)}
+
+
 def test_a_tensor_of_several_elements_is_an_error_that_names_it():
+    storage = EventStorage()
     with pytest.raises(ValueError, match=r"x.*\(2,\)"):
-        EventStorage().put_scalar("x", torch.zeros(2))
+        storage.put_scalar("x", torch.zeros(2))
+    storage.put_scalar("x", torch.zeros(1))
+    with pytest.raises(ValueError, match=r"x.*\(0,\)"):
+        storage.put_scalar("x", torch.zeros(0))
+
+
+@pytest.mark.parametrize("value", [None, "much", [1.0], {}, np.zeros(2), torch.tensor(1j)])
+def test_what_is_not_a_number_is_an_error_that_names_it(value):
+    storage = EventStorage()
+    with pytest.raises(ValueError, match="scalar x: needs"):
+        storage.put_scalar("x", value)
+    assert storage.latest() == {}
+
+
+class Sharded(torch.Tensor):
+    """Looks like a DTensor."""
+
+    def full_tensor(self):
+        raise AssertionError("a collective")
+
+
+def test_a_dtensor_is_refused_with_the_remedy():
+    tensor = torch.ones(()).as_subclass(Sharded)
+    storage = EventStorage()
+    for put in (storage.put_scalar, storage.put_histogram, storage.put_image):
+        with pytest.raises(ValueError, match=r"x: is a DTensor; put tensor.full_tensor\(\)"):
+            put("x", tensor)
+
+
+def test_dtensors_are_recognised_by_a_method_that_torch_gives_them():
+    from torch.distributed.tensor import DTensor
+
+    assert hasattr(DTensor, "full_tensor")
+    assert issubclass(DTensor, torch.Tensor)
 
 
 def test_put_scalars_takes_keywords_and_in_a_dict_any_name():
@@ -136,6 +207,21 @@ def test_put_scalars_takes_keywords_and_in_a_dict_any_name():
     assert storage.latest()["other"] == (2.0, 8)
     assert storage.smoothing_hints()["other"] is False
     assert storage.smoothing_hints()["loss"] is True
+
+
+def test_a_name_that_is_put_twice_in_one_call_is_an_error():
+    storage, loss_dict = EventStorage(), {"total_loss": scalar(1)}
+    with pytest.raises(TypeError, match="total_loss"):
+        storage.put_scalars(total_loss=scalar(2), **loss_dict)
+    with pytest.raises(TypeError, match="total_loss"):
+        storage.put_scalars(loss_dict, total_loss=scalar(2))
+    assert storage.latest() == {}
+
+
+def test_a_scalar_that_would_be_taken_as_an_argument_is_an_error():
+    for name in ("smoothing_hint", "cur_iter"):
+        with pytest.raises(TypeError, match=name):
+            EventStorage().put_scalars(**{name: scalar(1)})
 
 
 @pytest.mark.parametrize("convert", [float, scalar])
@@ -223,6 +309,67 @@ def test_a_parameter_that_the_optimizer_changes_later_is_kept_as_it_was_put():
     assert storage.latest() == {"leaf": (1.0, 0), "view": (1.0, 0)}
 
 
+def test_a_loss_that_is_changed_in_place_after_the_put_is_an_error_and_never_a_wrong_value():
+    weight = torch.ones(2, requires_grad=True)
+    storage = EventStorage()
+    loss = weight.sum()
+    storage.put_scalar("loss_raw", loss)
+    storage.put_scalar("loss_copy", loss.clone())
+    loss *= 3
+    with pytest.raises(ValueError, match="loss_raw.*in place"):
+        storage.latest()
+    with pytest.raises(ValueError, match="loss_raw.*in place"):
+        storage.reduce()
+
+
+def test_tensors_may_be_put_in_inference_mode():
+    storage = EventStorage()
+    with torch.inference_mode():
+        value = torch.ones(())
+        storage.put_scalar("x", value)
+        value += 1
+    assert storage.latest() == {"x": (1.0, 0)}
+
+
+class Measured(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 3)
+
+    def forward(self, data):
+        outputs = self.layer(data)
+        storage = get_event_storage()
+        storage.put_scalar("activation", outputs.abs().mean())
+        storage.put_scalars(loss_extra=outputs.sum(), count=1.0)
+        storage.put_image("outputs", outputs[None])
+        storage.put_histogram("outputs", outputs)
+        return outputs.sum()
+
+
+def test_a_compiled_model_may_put_and_is_not_compiled_anew_in_each_iteration():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Measured()
+    compiled = torch.compile(model, backend="eager")
+    with EventStorage() as storage, EventStorage() as other:
+        for storage.iter in range(12):
+            other.iter = storage.iter
+            data = torch.full((2, 3), float(storage.iter))
+            with storage:
+                model(data)
+            if storage.iter == 2:
+                compiled_so_far = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+            compiled(data).backward()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled_so_far
+    storage.reduce()
+    other.reduce()
+    for name, history in storage.histories().items():
+        assert len(history.values()) == 12
+        for (one, _), (two, _) in zip(history.values(), other.history(name).values()):
+            assert two == pytest.approx(one, rel=1e-5)
+    assert len(other._vis_data) == len(other._histograms) == 12
+
+
 def test_a_kept_tensor_holds_no_graph():
     activation = torch.ones(9, requires_grad=True) * 2
     alive = weakref.ref(activation)
@@ -280,6 +427,28 @@ def test_numbers_and_tensors_of_one_name_are_averaged_read_between_or_not(read):
         storage.latest()
     storage.reduce()
     assert storage.history("x").values() == [(2.0, 0)]
+
+
+def test_a_history_that_someone_holds_is_the_same_after_the_reduction():
+    storage = EventStorage()
+    storage.put_scalar("x", scalar(1))
+    history = storage.history("x")
+    storage.reduce()
+    storage.put_scalar("x", 2.0, cur_iter=1)
+    assert history.values() == [(1.0, 0), (2.0, 1)]
+
+
+def test_reading_in_each_iteration_gives_what_reading_late_gives():
+    def fill(storage, read):
+        for storage.iter in range(1100):
+            storage.put_scalars(a=scalar(storage.iter), b=2.0 * storage.iter)
+            storage.put_scalar("a", storage.iter + 1.0)
+            if read:
+                assert storage.latest()["a"] == (storage.iter + 0.5, storage.iter)
+        storage.reduce()
+        return {name: history.values() for name, history in storage.histories().items()}
+
+    assert fill(EventStorage(), True) == fill(EventStorage(), False)
 
 
 @pytest.mark.parametrize("read", [False, True])
@@ -364,6 +533,19 @@ def test_smoothed_scalars_show_the_median_of_a_window_of_iterations_others_the_n
     assert storage.latest_with_smoothing_hint()["smooth"] == (4.0, 3)
 
 
+def test_smoothed_scalars_leave_out_what_is_not_finite_unless_nothing_else_is_there():
+    storage = EventStorage()
+    for storage.iter, value in enumerate((1, math.nan, 2, math.inf, 6)):
+        storage.put_scalar("grad_norm", scalar(value))
+        storage.put_scalar("bad", math.nan)
+        storage.put_scalar("raw", math.inf, smoothing_hint=False)
+    assert storage.latest_with_smoothing_hint(20)["grad_norm"] == (2.0, 4)
+    assert storage.latest_with_smoothing_hint(2)["grad_norm"] == (6.0, 4)
+    assert math.isnan(storage.latest_with_smoothing_hint(20)["bad"][0])
+    assert storage.latest_with_smoothing_hint(20)["raw"] == (math.inf, 4)
+    assert math.isnan(storage.history("grad_norm").median(20))
+
+
 def test_a_restored_storage_shows_the_same_smoothed_values_and_goes_on(tmp_path):
     storage, other = EventStorage(), EventStorage()
     for iteration in range(1200):
@@ -396,8 +578,22 @@ def test_a_restored_iteration_that_runs_again_replaces_its_value():
     assert other.history("accuracy").values() == [(0.75, 3)]
 
 
-def test_a_loss_or_gradient_that_is_not_finite_is_an_error_that_tells_when_and_where():
-    for name, bad in (("loss_cls", math.nan), ("grad_norm", math.inf)):
+def test_a_restored_storage_knows_its_iteration_and_forgets_what_it_had():
+    storage, other = EventStorage(), EventStorage()
+    storage.iter = 7
+    storage.put_scalar("loss", scalar(1))
+    other.put_scalars(old=1.0, loss=scalar(9))
+    other.put_image("image", torch.zeros(1, 1, 1))
+    other.load_state_dict(storage.state_dict())
+    other.reduce()
+    assert (other.iter, other.start_iter) == (7, 8)
+    assert other.latest() == {"loss": (1.0, 7)}
+    assert list(other._vis_data) == []
+
+
+def test_a_loss_that_is_not_finite_is_an_error_that_tells_when_and_where():
+    remember_checkpoint("output/model_0000004.pth")
+    for name, bad in (("loss_cls", math.nan), ("total_loss", math.inf)):
         storage = EventStorage()
         for iteration in range(7, 10):
             storage.iter = iteration
@@ -406,18 +602,34 @@ def test_a_loss_or_gradient_that_is_not_finite_is_an_error_that_tells_when_and_w
             storage.put_scalar("lr", iteration / 64, smoothing_hint=False)
         with pytest.raises(NonFiniteError, match=rf"iteration 8 on rank 0.*{name}") as caught:
             storage.reduce()
-        assert "accuracy 0.5" in str(caught.value)
-        assert "0.125" in str(caught.value)
+        assert str(caught.value) == (
+            f"the loss is not finite at iteration 8 on rank 0: {name} {bad}, accuracy 0.5, "
+            "lr 0.125; last good checkpoint: output/model_0000004.pth; lower SOLVER.BASE_LR or "
+            "set SOLVER.CLIP_GRAD_NORM, or check the data"
+        )
+        assert storage.history("accuracy").values() == [(i / 16, i) for i in range(7, 10)]
 
 
 def test_other_values_may_be_infinite_and_a_float16_gradient_too():
     storage = EventStorage()
     storage.put_scalars(accuracy=scalar(math.nan), grad_norm=scalar(math.inf), loss=scalar(1))
-    storage.reduce(finite=("loss",))
+    storage.put_scalar("digits_test/loss", math.nan)  # of an evaluation
+    storage.reduce()
     assert storage.latest()["grad_norm"] == (math.inf, 0)
     storage.put_scalar("loss", scalar(math.inf))
     with pytest.raises(NonFiniteError):
-        storage.reduce(finite=("loss",))
+        storage.reduce()
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_a_loss_that_was_looked_at_before_is_checked_as_well(read):
+    storage = EventStorage()
+    storage.put_scalar("loss", scalar(math.nan))
+    if read:
+        storage.latest()
+    with pytest.raises(NonFiniteError):
+        storage.reduce()
+    storage.reduce()  # says it once
 
 
 def test_tensors_are_read_in_time_even_if_nothing_is_ever_due():
@@ -435,7 +647,7 @@ def test_tensors_are_read_in_time_even_if_nothing_is_ever_due():
 class OnGpu(torch.Tensor):
     """Says so, and cannot be read alone."""
 
-    is_cuda = property(lambda self: True)
+    is_cpu = property(lambda self: False)
 
     def item(self):
         pytest.fail("a copy for each value")
@@ -446,9 +658,8 @@ def test_values_on_a_gpu_are_read_together_each_type_exactly():
     count, double = torch.tensor(2**40 + 1), scalar(7).double()
     for name, value in {"loss": torch.tensor([2.5]), "count": count, "double": double}.items():
         storage.put_scalar(name, value.as_subclass(OnGpu))
-    storage.put_norm("norm", [scalar(3).as_subclass(OnGpu), scalar(4).as_subclass(OnGpu)])
     storage.put_scalar("cpu", scalar(1))
-    expected = {"loss": 2.5, "count": 2**40 + 1, "double": 7.0, "norm": 5.0, "cpu": 1.0}
+    expected = {"loss": 2.5, "count": 2**40 + 1, "double": 7.0, "cpu": 1.0}
     assert {name: value for name, (value, _) in storage.latest().items()} == expected
 
 
@@ -474,6 +685,18 @@ def averages_over_ranks():
     storage.reduce()
     storage.reduce()
     return local, {name: history.values() for name, history in storage.histories().items()}
+
+
+def keeps_numbers_of_its_own():
+    rank = comm.get_rank()
+    storage = EventStorage()
+    for storage.iter in range(3):
+        storage.put_scalar("x", scalar(2 * rank))
+        if rank == 0:
+            storage.put_scalar("x", 0.1, cur_iter=storage.iter + 10)  # behind a tensor
+            storage.put_scalar("only", 7.0)
+    storage.reduce()
+    return {name: history.values() for name, history in storage.histories().items()}
 
 
 def averages_many_values():
@@ -519,6 +742,7 @@ def both():
     """{name of a check: [what rank 0 returned, what rank 1 returned]}"""
     ranks = run_on_ranks(
         averages_over_ranks,
+        keeps_numbers_of_its_own,
         averages_many_values,
         stops_all_ranks,
         tells_different_names,
@@ -541,6 +765,18 @@ def test_before_the_reduction_each_rank_reads_its_own_values(both):
         assert local["loss"] == (10 * rank + 1, 1)
         assert local["step_time"] == (rank, 1)
         assert local["micro"] == (2 + rank / 2, 1)
+
+
+def test_numbers_stay_those_of_the_rank(both):
+    first, second = both["keeps_numbers_of_its_own"]
+    assert second == {"x": [(1.0, 0), (1.0, 1), (1.0, 2)]}
+    assert sorted(first["x"], key=lambda pair: pair[1]) == [
+        *second["x"],
+        (0.1, 10),
+        (0.1, 11),
+        (0.1, 12),
+    ]
+    assert first["only"] == [(7.0, 0), (7.0, 1), (7.0, 2)]
 
 
 def test_more_values_than_one_message_holds_are_reduced_as_well(both):
@@ -681,6 +917,31 @@ def test_a_resume_drops_later_rows_and_a_torn_line_and_touches_no_earlier_byte(m
     )
 
 
+def test_a_resume_needs_no_mmap_and_reads_a_long_file_from_its_end(metrics, monkeypatch):
+    lines = [b'{"iteration": %d, "x": "%s"}\n' % (i, b"y" * 5000) for i in range(400)]
+    metrics.write_bytes(b"".join(lines) + b"\0" * 20_000)  # as after a power cut
+    monkeypatch.setitem(sys.modules, "mmap", None)
+    json_writer = importlib.reload(sys.modules["plumbing.events.json_writer"])
+    sizes = []
+
+    class Counted(io.BufferedRandom):
+        def read(self, size=-1):
+            data = super().read(size)
+            sizes.append(len(data))
+            return data
+
+    with Counted(open(metrics, "r+b", buffering=0)) as file:
+        end = json_writer._end_of_rows_before(file, 397)
+    assert end == sum(map(len, lines[:397]))
+    assert sum(sizes) < 100_000
+
+
+def test_a_file_in_which_every_line_is_dropped_becomes_empty(metrics):
+    metrics.write_bytes(b'x\n\n{"iteration": 8}\n[]\n')
+    write_rows(metrics, {3: {"x": 1.0}}, start_iter=3)
+    assert metrics.read_bytes() == b'{"iteration": 3, "x": 1.0}\n'
+
+
 @pytest.mark.parametrize("tail", [b'{"iteration"', b'{"iteration": 2, "x": 1.0}', b"12\n", b"\n"])
 def test_a_last_line_that_is_no_whole_row_is_dropped(metrics, tail):
     row = b'{"iteration": 1, "x": 1.0}\n'
@@ -693,6 +954,17 @@ def test_without_a_start_the_file_is_appended_to(metrics):
     metrics.write_bytes(b'{"iteration": 7, "x": 1.0}\n')
     write_rows(metrics, {1: {"x": 2.0}})
     assert read_rows(metrics) == [{"iteration": 7, "x": 1.0}, {"iteration": 1, "x": 2.0}]
+
+
+def test_one_skipped_step_does_not_hide_the_losses_of_a_window(metrics):
+    with EventStorage() as storage:
+        writer = JSONWriter(str(metrics), window_size=3)
+        for storage.iter, value in enumerate((1.0, math.nan, 3.0, math.nan, math.nan, math.nan)):
+            storage.put_scalar("total_loss", value)
+            writer.write()
+        writer.close()
+    values = [row["total_loss"] for row in read_rows(metrics)]
+    assert values == [1.0, 1.0, 2.0, 3.0, 3.0, None]
 
 
 def test_what_a_resumed_storage_knows_from_before_is_not_written_again(metrics):
@@ -766,6 +1038,42 @@ def test_histograms_take_any_shape_and_type_and_skip_what_is_not_finite(tmp_path
     assert value.min == value.max == tensor.flatten()[-1]
 
 
+def histogram_of(tensor):
+    storage = EventStorage()
+    storage.put_histogram("x", tensor, bins=4)
+    return storage._histograms[0].content
+
+
+SPARSE = torch.tensor([[0.0, 1.0, 0.0], [3.0, 0.0, 2.0]])
+
+
+@pytest.mark.parametrize("convert", [SPARSE.to_sparse, SPARSE.to_sparse_csr, SPARSE.to_sparse_csc])
+def test_a_histogram_of_a_sparse_tensor_shows_the_elements_that_are_stored(convert):
+    histogram = histogram_of(convert())
+    assert (histogram["num"], histogram["sum"]) == (3, 6.0)
+    assert (histogram["min"], histogram["max"]) == (1.0, 3.0)
+
+
+def test_elements_of_a_sparse_tensor_that_are_stored_twice_are_added_up():
+    tensor = torch.sparse_coo_tensor([[1, 1]], [2.0, 3.0], (4,), check_invariants=True)
+    assert (histogram_of(tensor)["num"], histogram_of(tensor)["max"]) == (1, 5.0)
+
+
+def test_a_histogram_of_a_complex_tensor_shows_the_magnitudes():
+    histogram = histogram_of(torch.tensor([3 + 4j, -1j, math.nan]))
+    assert (histogram["num"], histogram["min"], histogram["max"]) == (2, 1.0, 5.0)
+
+
+def test_a_histogram_takes_the_whole_range_of_float32():
+    histogram = histogram_of(torch.tensor([-3e38, 3e38]))
+    assert sum(histogram["bucket_counts"]) == 2
+
+
+def test_an_image_of_a_wrong_shape_is_an_error_that_names_it():
+    with pytest.raises(ValueError, match=r"image x.*\(4, 5\)"):
+        EventStorage().put_image("x", torch.zeros(4, 5))
+
+
 def test_a_histogram_of_nothing_is_not_kept(tmp_path):
     with EventStorage() as storage:
         storage.put_histogram("x", torch.empty(0))
@@ -813,6 +1121,17 @@ def test_a_resumed_run_comes_after_the_old_one_though_the_clock_was_set_back(tmp
     assert scalars == [(0, 0.0), (1, 0.0), (2, 2.0), (3, 2.0)]
 
 
+def test_more_images_of_one_iteration_than_may_wait_are_all_written(tmp_path):
+    writer = TensorboardXWriter(str(tmp_path))
+    with EventStorage() as storage:
+        for part in range(3):
+            for number in range(600):
+                storage.put_image(f"{part}/{number}", torch.zeros(1, 1, 1))
+            writer.write()
+    writer.close()
+    assert len(read_events(tmp_path).Tags()["images"]) == 1800
+
+
 def test_an_image_stays_as_it_was_put_and_holds_no_more_than_itself():
     images, array = torch.zeros(50, 1, 2, 2), np.zeros((1, 2, 2))
     with EventStorage() as storage:
@@ -824,7 +1143,7 @@ def test_an_image_stays_as_it_was_put_and_holds_no_more_than_itself():
         kept = [image for _, image, _ in storage._vis_data]
     assert [image.max() for image in kept] == [0, 0]
     assert kept[0].untyped_storage().nbytes() == 16
-    assert storage._histogram_data[0][1]["max"] == 0
+    assert storage._histograms[0].content["max"] == 0
 
 
 def test_many_images_and_histograms_may_wait_and_on_other_ranks_none(as_rank):
@@ -834,7 +1153,7 @@ def test_many_images_and_histograms_may_wait_and_on_other_ranks_none(as_rank):
         for number in range(500):
             storage.put_image(f"{number}", torch.zeros(1, 1, 1))
             storage.put_histogram(f"{number}", torch.zeros(1))
-        assert (len(storage._vis_data), len(storage._histogram_data)) == (num_kept, num_kept)
+        assert (len(storage._vis_data), len(storage._histograms)) == (num_kept, num_kept)
 
 
 def test_cleared_images_and_histograms_are_not_written(tmp_path):
@@ -857,8 +1176,7 @@ def test_a_state_survives_a_file_without_pickled_classes():
 def test_what_is_read_early_because_too_much_waits_is_held_to_the_same_as_the_rest(monkeypatch):
     monkeypatch.setattr("plumbing.events.storage._WAITING_LENGTH", 3)
     storage = EventStorage()
-    storage.reduce(finite=("skips",))
-    for storage.iter in range(5):  # more than may wait
-        storage.put_scalar("loss", scalar(math.nan))
-    with pytest.raises(NonFiniteError):
-        storage.reduce(finite=("loss",))
+    storage.put_scalar("loss", scalar(1))
+    storage.put_scalar("loss", scalar(math.nan))
+    with pytest.raises(NonFiniteError, match="iteration 0"):
+        storage.put_scalar("loss", scalar(1))  # more than may wait

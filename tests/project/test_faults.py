@@ -10,20 +10,19 @@ import re
 import signal
 from pathlib import Path
 
+import data
 import numpy as np
 import pytest
 import torch
-from conftest import arguments, own_log, parse, train_here
-from models import Tiny
-from torch import nn
-
-import data
 import train
+from conftest import arguments, own_log, parse, train_here
 from hardware import build_parallel
+from models import Tiny
 from plumbing import comm
 from plumbing.checkpoint import Checkpointer
 from plumbing.comm import SettingsError
 from plumbing.setup import launch, set_random_state
+from torch import nn
 
 
 def model_of(output, name="model_final"):

@@ -9,12 +9,11 @@ import zlib
 import pytest
 import torch
 from conftest import shell
-from torch import nn
-from torch.utils.serialization import config
-
 from plumbing.checkpoint import Checkpointer
 from plumbing.events import EventStorage, JSONWriter, TensorboardXWriter
 from records import CommonMetricPrinter
+from torch import nn
+from torch.utils.serialization import config
 
 MIB = 2**20
 
@@ -161,6 +160,7 @@ def test_the_usage_is_shown_without_the_slow_parts_of_torch_and_without_tensorbo
     code = f"import sys, train; print([name for name in {slow} if name in sys.modules])"
     done = shell("-c", code)
     assert (done.stdout, done.stderr) == ("[]\n", "")
+
 
 def test_a_resume_reads_only_the_end_of_the_metrics(tmp_path, traced_memory):
     path = tmp_path / "metrics.json"

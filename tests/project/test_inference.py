@@ -7,9 +7,6 @@ import re
 import pytest
 import torch
 from conftest import counted_waits
-from ranks import run_on_ranks
-from torch import nn
-
 from plumbing import comm, inference
 from plumbing.errors import StoppedBySignal
 from plumbing.events import EventStorage, get_event_storage, has_event_storage
@@ -22,6 +19,8 @@ from plumbing.inference import (
 )
 from plumbing.loading import InferenceLoader
 from plumbing.parallel import DistributedDataParallel
+from ranks import run_on_ranks
+from torch import nn
 
 NUM_SAMPLES = 61
 

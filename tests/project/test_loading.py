@@ -9,13 +9,12 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate
-
 from plumbing import prefetch, seeding, shared_memory
 from plumbing.loading import InferenceLoader, TrainingLoader
 from plumbing.random_state import set_random_state
 from plumbing.samplers import TrainingBatchSampler, sample_keys
 from plumbing.seeding import find_generators
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate
 
 SIZE = 70
 

@@ -7,11 +7,10 @@ import shutil
 import pytest
 import torch
 from conftest import train_here
-from torch import nn
-
 from defaults import get_cfg
 from model import build_model, maybe_freeze
 from plumbing.comm import SettingsError
+from torch import nn
 
 
 def frozen(model, *patterns):

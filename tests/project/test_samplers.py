@@ -5,7 +5,6 @@ from itertools import chain, islice
 
 import numpy as np
 import pytest
-
 from plumbing.errors import SettingsError
 from plumbing.samplers import (
     InferenceSampler,

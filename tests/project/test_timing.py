@@ -5,12 +5,11 @@ from itertools import islice
 
 import pytest
 import torch
-from ranks import run_on_ranks
-from torch.utils.data import DataLoader, IterableDataset
-
 from plumbing import comm, timing
 from plumbing.errors import SettingsError
 from plumbing.timing import TimedLoader
+from ranks import run_on_ranks
+from torch.utils.data import DataLoader, IterableDataset
 
 
 class Clock:

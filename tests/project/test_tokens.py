@@ -7,9 +7,8 @@ import re
 import pytest
 import torch
 from conftest import ROOT, arguments, own_log, parse
-from torch import nn
-
 from plumbing import comm
+from torch import nn
 
 COUNTS = 1, 7, 0, 4  # tokens of each micro-batch
 HEADING = "### Losses that are means over tokens"

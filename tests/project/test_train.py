@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import train
 from conftest import (
     LAUNCHERS,
     ROOT,
@@ -23,17 +24,15 @@ from conftest import (
     shell,
     train_here,
 )
-from models import Faulty, Tiny
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch import nn
-
-import train
 from defaults import get_cfg
 from evaluation import inference_context
 from model import build_model
+from models import Faulty, Tiny
 from plumbing import comm
 from plumbing.settings import merge_settings
 from plumbing.setup import launch, set_random_state
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
 
 CLOCKS = {"time", "data_time", "samples_per_second", "eta_seconds"}  # differ from run to run
 
@@ -703,7 +702,6 @@ def test_weights_of_another_run_start_at_iteration_0(straight, tmp_path):
 
 
 # What an iteration in which nothing is due leaves out.
-
 
 
 def count_waits(output, words):

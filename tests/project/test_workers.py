@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, TIMEOUT
-from torch.utils.data import Dataset
-
 from plumbing import workers
 from plumbing.errors import SettingsError
 from plumbing.loading import InferenceLoader, TrainingLoader
 from plumbing.samplers import TrainingBatchSampler
+from torch.utils.data import Dataset
 
 
 class Failing(Dataset):

@@ -21,6 +21,8 @@ from plumbing.errors import SettingsError
 from .archive import CheckpointFile, Fingerprint
 
 
+# Each report below goes through one collective, in which a rank takes part also if it has failed.
+# So no rank waits for another one in vain, and all raise the same error.
 class _Found(NamedTuple):
     """What one rank reports about the folder."""
 
@@ -64,6 +66,7 @@ def agree_on_newest(
     every = comm.all_gather(_Found(has_candidates, name, error))
     if every[0].error is not None:
         raise every[0].error
+    # Starting from scratch would overwrite the run that the other rank sees.
     for rank, found in enumerate(every):
         if found.has_candidates and not every[0].name:
             raise SettingsError(
@@ -94,6 +97,7 @@ def read_alike(path: str, read: Callable[[str], CheckpointFile], advice: str) ->
     except SettingsError as caught:
         error = caught
     every = comm.all_gather(_Read(fingerprint, error))
+    # If rank 0 cannot read the file either, sharing is not what is wrong.
     first = every[0]
     if first.error is not None:
         raise first.error

@@ -82,8 +82,12 @@ def save_file(path: str, content: dict) -> None:
     write_atomically(path, write)
 
 
-def load_file(path: str) -> dict:
+def load_file(path: str, check_tensors: bool = True) -> dict:
     """Read a checkpoint to the CPU.
+
+    Args:
+        check_tensors: False for a caller that needs only small things, such as the settings; then
+            the tensors, which are nearly all of the file, are not read.
 
     Returns:
         A dict with the key "model"; files of other makers are brought into this form.
@@ -91,7 +95,7 @@ def load_file(path: str) -> dict:
     Raises:
         SettingsError: the file is missing or damaged, or holds code.
     """
-    return read_file(path).content
+    return read_file(path, check_tensors).content
 
 
 def read_file(path: str, check_tensors: bool = True) -> CheckpointFile:

@@ -22,10 +22,9 @@ from .run_state import RunState
 class _Resumed(NamedTuple):
     """The file that a run was resumed from, until the next save that is tagged."""
 
-    path: str
+    # Its content is what no object has taken so far.  Nothing of it is in memory if it is mapped.
+    file: CheckpointFile
     iteration: Any
-    # States that no object has taken so far, by the name of the object; those of all ranks apart.
-    states: dict[str, Any]
     rank_states: dict[str, list]
     rank_buffers: dict[str, dict]
     # The objects whose states are lost with the first save, if none with that name is added.
@@ -68,14 +67,12 @@ class Checkpointer:
         per_rank: dict[str, Any] | None = None,
         **checkpointables: Any,
     ) -> None:
-        if save_to_disk is None:
-            save_to_disk = comm.is_main_process()
         self._state = RunState(model)
         self.model = self._state.model
         self.checkpointables = self._state.checkpointables
         self.save_dir = save_dir
         self.config = config
-        self.save_to_disk = save_to_disk
+        self.save_to_disk = comm.is_main_process() if save_to_disk is None else save_to_disk
         self.logger = logging.getLogger("plumbing.checkpoint")
         self._has_saved = False
         self._resumed: _Resumed | None = None
@@ -89,7 +86,7 @@ class Checkpointer:
         self._state.add(key, checkpointable, per_rank)
         if self._resumed is not None:
             self._resumed.untaken.discard(key)
-            file = CheckpointFile(self._resumed.path, self._resumed.states, None, is_mapped=False)
+            file = self._resumed.file
             self._state.load_objects([key], file, self._resumed.rank_states)
             self._state.load_buffers([key], self._resumed.rank_buffers, file.path)
 
@@ -125,6 +122,7 @@ class Checkpointer:
                 if tag_checkpoint:
                     self.tag_last_checkpoint(f"{name}.pth")
         self._has_saved = True
+        # The best model is saved between two tagged files, and does not change the run.
         if tag_checkpoint:
             self._resumed = None
             remember_checkpoint(path)
@@ -206,7 +204,7 @@ class Checkpointer:
     def resumed_file(self, iteration: int) -> str:
         """The file that this iteration was resumed from, if nothing was saved since; else ""."""
         if self._resumed is not None and self._resumed.iteration == iteration:
-            return self._resumed.path
+            return self._resumed.file.path
         return ""
 
     def _newest_file(self) -> CheckpointFile | None:
@@ -235,6 +233,7 @@ class Checkpointer:
             path, self._state.read, "MODEL.WEIGHTS must be the same file on all machines"
         )
         content = file.content
+        # Neither belongs to what else a file holds.
         content.pop("rank_buffers", None)
         content.pop("checkpointables", None)
         advice = "rename the entries of the file, or choose a different file"
@@ -253,9 +252,7 @@ class Checkpointer:
         rank_buffers = copied(content.pop("rank_buffers", {}))
         rank_states = copied(content.pop("per_rank", {}))
         saved_keys = content.pop("checkpointables", [])
-        advice = (
-            "restore the settings of the run, or start elsewhere with this file as MODEL.WEIGHTS"
-        )
+        advice = "restore the settings of the run, or start elsewhere with it as MODEL.WEIGHTS"
         # Part by part: each gives back the memory of the file before the next one is loaded.
         differences = self._state.load_model(file, advice)
         if differences:
@@ -263,21 +260,21 @@ class Checkpointer:
         self._state.load_objects(self._state.names(), file, rank_states)
         self._state.load_buffers(self._state.modules(), rank_buffers, path)
 
-        content = copied(content)
+        rest = {key: value for key, value in content.items() if key not in saved_keys}
         untaken = set()
         for key in saved_keys:
             if key in rank_states or not is_empty(content.get(key, {})):
                 untaken.add(key)
-        if untaken:
+        # An evaluation wants nothing but the model.
+        if untaken and self._state.names():
             self.logger.warning(
                 "%s holds %s, but no object has this name: the next checkpoints are without it",
                 path,
                 ", ".join(sorted(untaken)),
             )
-        self._resumed = _Resumed(
-            path, content.get("iteration"), dict(content), rank_states, rank_buffers, untaken
-        )
-        return content
+        iteration = rest.get("iteration")
+        self._resumed = _Resumed(file, iteration, rank_states, rank_buffers, untaken)
+        return copied(rest)
 
     def _keep_file_of_untaken_states(self) -> None:
         """Give the file with states that new files lack a name that is never deleted."""
@@ -285,12 +282,13 @@ class Checkpointer:
             return
         names = sorted(self._resumed.untaken)
         self._resumed.untaken.clear()
-        stem = os.path.basename(self._resumed.path).removesuffix(".pth")
+        path = self._resumed.file.path
+        stem = os.path.basename(path).removesuffix(".pth")
         kept = os.path.join(self.save_dir, f"{stem}_with_{'_'.join(names)}.pth")
         try:
-            link_or_copy(self._resumed.path, kept)
+            link_or_copy(path, kept)
         except OSError as error:
-            self.logger.warning("%s could not be kept: %s", self._resumed.path, error)
+            self.logger.warning("%s could not be kept: %s", path, error)
             return
         self.logger.warning(
             "New checkpoints have no %s; %s has it, and is not deleted: to go back to that file,"

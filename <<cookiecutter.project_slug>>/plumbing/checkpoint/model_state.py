@@ -85,12 +85,14 @@ def load_model_state(model: nn.Module, state: dict, path: str, advice: str) -> I
     for name, own in own_state.items():
         if name not in state or nn.parameter.is_lazy(own):
             continue
+        # What a module added by get_extra_state has no shape.
         saved_shape = getattr(state[name], "shape", ())
         own_shape = getattr(own, "shape", ())
         if saved_shape != own_shape:
             del state[name]
             incorrect_shapes.append((name, tuple(saved_shape), tuple(own_shape)))
     missing, unexpected = model.load_state_dict(state, strict=False)
+    # A parameter that two modules share has two names; one of them in the file is enough.
     found = _names_with_values(own_state, state)
     found.update(name for name, _, _ in incorrect_shapes)
     missing = [name for name in missing if name not in found]
@@ -139,6 +141,7 @@ def _as_tensors(state: dict) -> dict:
 
 def _without_wrappers(state: dict, own_state: dict) -> dict:
     """Remove first parts of the names, such as "module.", that all names share and no own has."""
+    # Each pass removes one wrapper, such as DistributedDataParallel around a compiled module.
     while state and not state.keys() & own_state.keys():
         first_parts = {name.partition(".")[0] for name in state}
         if len(first_parts) > 1 or not all("." in name for name in state):

@@ -87,6 +87,7 @@ def remove_torn_files(folder: str) -> None:
 def _candidates(folder: str, tagged: str) -> Iterator[Candidate]:
     if tagged:
         match = _NUMBERED.fullmatch(os.path.basename(tagged))
+        # A user may have written any name into the tag.
         yield Candidate(tagged, int(match[1]) if match else None, match is not None)
     names = _names_in(folder)
     in_turn = []
@@ -113,6 +114,7 @@ def _read_if_whole(
     try:
         file = read(candidate.path)
         iteration = file.content.get("iteration")
+        # A bool is an int for isinstance.
         is_known = type(iteration) is int
         if (candidate.needs_iteration or iteration is not None) and not is_known:
             raise SettingsError(f"checkpoint {candidate.path} is damaged: iteration {iteration}")
@@ -122,6 +124,7 @@ def _read_if_whole(
                 f" {iteration}"
             )
     except UnsafeFileError:
+        # Somebody has put this file here: passing over it would hide that.
         raise
     except SettingsError as error:
         logger.warning("Passing over a file: %s", error)

@@ -76,6 +76,7 @@ def load_object(
             load_optimizer(owner, state, modules, path, release)
         elif isinstance(owner, LRScheduler):
             load_scheduler(owner, state, path)
+        # A scheduler that is not torch's now took the place of one.
         elif is_scheduler_state(state):
             raise SettingsError(
                 f"--resume: {path} holds the state of {state['kind']} as {key}, which is a"
@@ -99,6 +100,7 @@ def errors_in_one_line(path: str, what: str) -> Iterator[None]:
     except (SettingsError, torch.OutOfMemoryError):
         raise
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        # The innermost place is the one that a user of an own class has to look at.
         frame = traceback.extract_tb(error.__traceback__)[-1]
         reason = " ".join(str(error).split())
         raise SettingsError(

@@ -99,6 +99,7 @@ def load_optimizer(
             if state:
                 check_parameter_state(optimizer, parameter, state, f"{path}: {name}")
             elif saved["state"]:
+                # Not if the optimizer keeps no state at all, as SGD without momentum.
                 new_names.append(name)
             fitted[parameter] = {
                 **optimizer.state.get(parameter, {}),
@@ -107,10 +108,7 @@ def load_optimizer(
             # Part by part, so that a resume does not need memory for two optimizers.
             release(state)
             _follow_settings(fitted[parameter], group, parameter)
-    if new_names:
-        shown = ", ".join(new_names[:_NUM_SHOWN])
-        more = f" and {len(new_names) - _NUM_SHOWN} more" if len(new_names) > _NUM_SHOWN else ""
-        logger.warning("The optimizer starts anew for %s%s", shown, more)
+    _warn_of_new_parameters(new_names)
     others = {key: value for key, value in saved.items() if key != "kind"}
     _load(optimizer, others, fitted, shared)
 
@@ -198,6 +196,16 @@ def check_parameter_state(
                 f"{what}: {key} of {kind} does not fit a parameter of shape"
                 f" {tuple(parameter.shape)}: it is {found}"
             )
+
+
+def _warn_of_new_parameters(names: list[str]) -> None:
+    if not names:
+        return
+    shown = ", ".join(names[:_NUM_SHOWN])
+    more = ""
+    if len(names) > _NUM_SHOWN:
+        more = f" and {len(names) - _NUM_SHOWN} more"
+    logger.warning("The optimizer starts anew for %s%s", shown, more)
 
 
 def _has_one_element(value: Any) -> bool:

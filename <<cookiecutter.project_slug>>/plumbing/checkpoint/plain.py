@@ -31,6 +31,7 @@ def to_plain_types(value: Any, where: str = "") -> Any:
             " can only hold whole tensors: train with DistributedDataParallel, or gather it in"
             " the state_dict of its object"
         )
+    # A bool cannot have subclasses; all other plain types can, see below.
     if isinstance(value, _AS_THEY_ARE):
         return value
     if isinstance(value, Mapping):

@@ -95,6 +95,7 @@ class RunState:
                 all_buffers = stack.enter_context(averaged_buffers(module))
                 if all_buffers:
                     rank_buffers[key] = all_buffers
+            # Each state_dict is called on all ranks, because some of them communicate.
             content = {"model": to_plain_types(self.model.state_dict(), "model")}
             self._refuse_what_is_not_finite(content["model"])
             for key, checkpointable in self.checkpointables.items():
@@ -102,6 +103,7 @@ class RunState:
             if self.per_rank:
                 own = {key: save_object(key, each, modules) for key, each in self.per_rank.items()}
                 every = comm.all_gather(own)
+                # From a list of dicts to a dict of lists.
                 content["per_rank"] = {key: [states[key] for states in every] for key in own}
             content["rank_buffers"] = rank_buffers
             content["checkpointables"] = self.names()
@@ -161,12 +163,14 @@ class RunState:
         modules = self.modules()
         for key in keys:
             saved = rank_buffers.get(key)
+            # With a different number of ranks, the means that the module has loaded are right.
             if saved and len(saved["ranks"]) == comm.get_world_size():
                 with errors_in_one_line(path, f"the buffers of {key}"):
                     load_buffers(modules[key], saved, comm.get_rank())
 
     def _refuse_what_is_not_finite(self, state: dict) -> None:
         """Raise NonFiniteError if a weight on any rank is not finite.  Collective."""
+        # A rank alone that raises would leave the others waiting for it.
         own = [name for name in not_finite(state) if name not in self._may_be_infinite]
         for names in comm.all_gather(own):
             if names:

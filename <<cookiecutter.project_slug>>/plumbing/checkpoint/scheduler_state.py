@@ -29,6 +29,7 @@ def save_scheduler(scheduler: LRScheduler) -> dict:
     """Return the state dict of a scheduler, its class, and the rates that it has set."""
     groups = []
     for group in scheduler.optimizer.param_groups:
+        # Only what is there: SGD has a momentum, and Adam has betas.
         groups.append({key: group[key] for key in _KEPT if key in group})
     return {
         "kind": type(scheduler).__name__,

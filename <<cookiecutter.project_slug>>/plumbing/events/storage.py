@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
 from plumbing import comm
 
@@ -102,7 +103,7 @@ class EventStorage:
             cur_iter: the iteration, by default ``iter``.
         """
         # In a compiled model: traced, the lists below would be compiled anew in each iteration.
-        if torch.compiler.is_compiling():
+        if is_compiling():
             torch.compiler.disable(self.put_scalar)(name, value, smoothing_hint, cur_iter)
             return
         name = self._prefix + name
@@ -140,11 +141,11 @@ class EventStorage:
     ) -> None:
         """Call ``put_scalar`` for each item of a dict and for each keyword.
 
-        A name that is given twice is an error.  A dict may have any names; scalars with the names
-        of the two arguments, smoothing_hint and cur_iter, cannot be keywords.
+        A name that is given twice is an error.  Scalars called smoothing_hint or cur_iter, as the
+        two arguments are, can only be in the dict.
         """
-        if not isinstance(smoothing_hint, bool) or isinstance(cur_iter, torch.Tensor):
-            raise TypeError("put_scalars: rename the scalar smoothing_hint or cur_iter")
+        if isinstance(smoothing_hint, torch.Tensor) or isinstance(cur_iter, torch.Tensor):
+            raise TypeError("put_scalars: smoothing_hint and cur_iter are arguments; put a dict")
         if scalars is None:
             scalars = kwargs
         elif kwargs:
@@ -218,7 +219,7 @@ class EventStorage:
 
     def put_image(self, img_name: str, img_tensor: torch.Tensor) -> None:
         """Keep an image for the writers: (C, H, W), RGB or grey, uint8 or float in [0, 1]."""
-        if torch.compiler.is_compiling():
+        if is_compiling():
             torch.compiler.disable(self.put_image)(img_name, img_tensor)
         elif self._vis_data.maxlen > 0:
             name = self._prefix + img_name
@@ -230,7 +231,7 @@ class EventStorage:
         Of a complex tensor it shows the magnitudes, of a sparse tensor the elements that are
         stored.
         """
-        if torch.compiler.is_compiling():
+        if is_compiling():
             torch.compiler.disable(self.put_histogram)(hist_name, hist_tensor, bins)
         elif self._histograms.maxlen > 0:
             name = self._prefix + hist_name

@@ -96,7 +96,10 @@ def _read(puts: Sequence[Put]) -> list[float]:
             numbers.append(value)
         elif value.is_cpu:
             if version is not None and version != value._version:
-                raise ValueError(f"scalar {scalar.name}: changed in place since; put a clone()")
+                raise ValueError(
+                    f"scalar {scalar.name}: the tensor was changed in place after it was put; "
+                    "put tensor.clone() instead"
+                )
             numbers.append(float(value.item()))
         else:
             numbers.append(0.0)  # its place
