@@ -11,7 +11,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist load
 
 export PYTHONDONTWRITEBYTECODE := 1
 
-.PHONY: help demo test bench soak lint clean
+.PHONY: help demo test recipes bench soak lint clean
 .DELETE_ON_ERROR:
 
 help:  ## list these commands
@@ -32,6 +32,9 @@ demo: .venv/installed build/cookiecutter.yaml  ## make a project in build/digits
 test: lint $(OLD)/installed $(FLOORS)/installed  ## test the project's code, then bake projects and use them
 	$(PYTEST) tests/project --confcutdir tests/project
 	$(PYTEST) tests --ignore tests/project
+
+recipes: .venv/installed  ## with each recipe, run the whole suite of a project, a training and a resume
+	$(PYTEST) --dist load -m slow tests/test_each_recipe.py
 
 PROGRAMS ?=
 bench: .venv/installed  ## run the measuring programs: PROGRAMS="tests/bench/loop.py ..."

@@ -43,16 +43,18 @@ logger = logging.getLogger("train")
 
 def is_due(iteration, max_iter, *periods):
     """Whether one of the periods ends with this iteration.  0: only the last, negative: never."""
+    if iteration < 0:
+        return False
     if iteration == max_iter - 1:
         return max(periods) >= 0
-    return iteration >= 0 and any(p > 0 and (iteration + 1) % p == 0 for p in periods)
+    return any(period > 0 and (iteration + 1) % period == 0 for period in periods)
 
 
 def do_test(cfg, model):
     """Evaluate on all test sets.  Returns {"digits_test/accuracy": 0.99, ...}, on all ranks."""
     results = {}
     for name in cfg.DATASETS.TEST:
-        set_random_state(cfg.SEED)
+        set_random_state(cfg.SEED)  # so that each evaluation draws the same random numbers
         data_loader = build_test_loader(cfg, name)
         evaluators = build_evaluators(cfg, name)
         metrics = inference_on_dataset(model, data_loader, evaluators, name)

@@ -11,6 +11,7 @@ the file RECIPE.txt of the working project, and ``save`` puts it on top of the p
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -81,6 +82,44 @@ def header_of(name):
     """The text of a patch before its first change."""
     text = (RECIPES / f"{name}.patch").read_text(encoding="utf-8")
     return text.partition("diff --git")[0]
+
+
+def conflicting_pairs(base):
+    """The pairs of recipes of which the second does not apply after the first.
+
+    Args:
+        base: a project as ``make_project`` makes it; it is left as it was.
+
+    Returns:
+        [(name, name), ...], both in alphabetical order.
+    """
+    pairs = []
+    for index, first in enumerate(names()):
+        assert apply(first, base).returncode == 0, first
+        git("commit", "--quiet", "-m", first, cwd=base)
+        for second in names()[index + 1 :]:
+            # Most pairs fit as they are, which is quicker to find out than by a merge.
+            patch = RECIPES / f"{second}.patch"
+            fits = git("apply", "--check", patch, cwd=base, check=False).returncode == 0
+            if not fits and apply(second, base).returncode != 0:
+                pairs.append((first, second))
+            if not fits:
+                git("reset", "--quiet", "--hard", cwd=base)
+                git("clean", "--quiet", "-d", "--force", cwd=base)
+        git("reset", "--quiet", "--hard", "HEAD~", cwd=base)
+    return pairs
+
+
+def conflicts_in_table():
+    """The pairs that the table of recipes/README.md says do not go together."""
+    pairs = set()
+    for line in (RECIPES / "README.md").read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip(" `") for cell in line.strip("|").split("|")]
+        if cells[0] in names():
+            for other in re.findall(r"\w+", cells[-1]):
+                if other in names():
+                    pairs.add(tuple(sorted((cells[0], other))))
+    return pairs
 
 
 def open_recipe(name):
