@@ -2,8 +2,8 @@
 
     python tests/bench [--project DIR] [PROGRAM.py ...]
 
-Without names, all programs of this folder run.  The exit status is 0 unless a program fails: what a
-floor is worth on a busy machine, a person has to judge.
+Without names, all programs of this folder run.  The exit status is 0 unless a program fails: a
+person has to judge what a missed floor means on a busy machine.
 """
 
 import argparse
@@ -16,11 +16,11 @@ from pathlib import Path
 from table import COLUMNS, aligned, rows_in, verdict
 
 HERE = Path(__file__).resolve().parent
-NO_PROGRAMS = "__main__.py", "table.py"
+NO_PROGRAMS = ("__main__.py", "table.py")
 
 
 def run(program, options):
-    """Run a program, and show what it prints while it does: its exit status, and the text."""
+    """Run a program and show what it prints; return its exit status and the text."""
     print(f"== {program.name}", flush=True)
     command = [sys.executable, "-u", str(program), *options]
     text = []
@@ -31,6 +31,17 @@ def run(program, options):
     return process.returncode, "".join(text)
 
 
+def rows_of(program, status, text):
+    """The rows of the table for one program, a verdict at the end of each."""
+    rows = [(*row, verdict(row[-2], row[-1])) for row in rows_in(text)]
+    if status != 0:
+        rows.append((program.name, "", "", "", "", f"FAILED with exit status {status}"))
+    elif not rows:
+        lines = text.strip().splitlines() or ["printed nothing"]
+        rows.append((program.name, "", "", "", "", lines[-1]))
+    return rows
+
+
 def main(words=None):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -38,25 +49,23 @@ def main(words=None):
     parser.add_argument("--project", type=Path, help="default: the template's own")
     parser.add_argument("programs", nargs="*", type=Path, metavar="PROGRAM.py")
     args = parser.parse_args(words)
-    programs = args.programs or sorted(
-        path for path in HERE.glob("*.py") if path.name not in NO_PROGRAMS
-    )
-    options = [] if args.project is None else ["--project", str(args.project)]
-    table, failed = [], []
+    programs = args.programs
+    if not programs:
+        programs = sorted(path for path in HERE.glob("*.py") if path.name not in NO_PROGRAMS)
+    options = []
+    if args.project is not None:
+        options = ["--project", str(args.project)]
+
+    table = [(*COLUMNS, "")]
+    has_failed = False
     for program in programs:
         status, text = run(program, options)
-        rows = rows_in(text)
-        table += [(*row, verdict(row[-2], row[-1])) for row in rows]
-        if not rows and not status:
-            last = text.strip().splitlines()[-1:]
-            table.append((program.name, "", "", "", "", *(last or ["printed nothing"])))
-        if status:
-            failed.append(program.name)
-            table.append((program.name, "", "", "", "", f"FAILED with exit status {status}"))
-    load = f"{os.getloadavg()[0]:.2f}"
-    print(f"\n{platform.machine()}, {os.cpu_count()} CPUs, load {load} at the end\n")
-    print(*aligned([(*COLUMNS, ""), *table]), sep="\n")
-    return 1 if failed else 0
+        table += rows_of(program, status, text)
+        has_failed = has_failed or status != 0
+    load = os.getloadavg()[0]
+    print(f"\n{platform.machine()}, {os.cpu_count()} CPUs, load {load:.2f} at the end\n")
+    print(*aligned(table), sep="\n")
+    return int(has_failed)
 
 
 if __name__ == "__main__":

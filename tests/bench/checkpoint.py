@@ -1,13 +1,13 @@
-"""What saving a checkpoint costs, over one plain torch.save and fsync of the same state.
+"""The cost of saving a checkpoint, compared with a plain torch.save and fsync of the same state.
 
     python tests/bench/checkpoint.py [--project DIR] [--megabytes 500] [--rounds 9]
         [--folder DIR]
 
-The state is a model and its AdamW; the project's Checkpointer also sums it up, renames the file
-when it is durable, and tags it.  Both write to one disk, by turns, and each after the other's
-blocks are on it.  The time is wall time: the median of the rounds, and of each round's ratio, for
-others use the disk too.  Memory is how much the largest resident size grew in the first save of
-that size.
+The state is a model and its AdamW.  The project's Checkpointer also looks for values that are not
+finite, adds checksums, renames the file when it is durable, and tags it.  Both write to one disk,
+by turns, and each begins when the blocks of the other one are on the disk.  The time is wall time:
+the median of the rounds, and of the ratios of the rounds, because other programs use the disk too.
+Memory is the growth of the largest resident size in the first save of that size.
 """
 
 import argparse
@@ -50,9 +50,17 @@ def plain_save(path, model, optimizer):
 
 def peak_memory():
     """The largest resident size of this process so far, in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-        1 if sys.platform == "darwin" else 1024
-    )
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def seconds_of(save, path):
+    """Wall time of a save to a new file on a disk that has nothing else to write."""
+    path.unlink(missing_ok=True)
+    os.sync()
+    start = time.perf_counter()
+    save()
+    return time.perf_counter() - start
 
 
 def main():
@@ -65,50 +73,41 @@ def main():
     torch.set_num_threads(1)
     logging.basicConfig(level=logging.ERROR)
     sys.path.insert(0, str(args.project))
-    from hardware import refuse_what_is_not_finite
     from plumbing.checkpoint import Checkpointer
 
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        small = Checkpointer(nn.Linear(2, 2), folder, optimizer=make_state(0.1)[1])
-        small.save("warm_up")
+        _, small_optimizer = make_state(0.1)
+        Checkpointer(nn.Linear(2, 2), folder, optimizer=small_optimizer).save("warm_up")
+
         model, optimizer = make_state(args.megabytes)
-        refuse_what_is_not_finite(model)  # as in a run
         checkpointer = Checkpointer(model, folder, optimizer=optimizer)
+        path = Path(folder, "model_0000000.pth")
         before = peak_memory()
         checkpointer.save("model_0000000")
-        grown = (peak_memory() - before) / MIB
-        size = os.path.getsize(os.path.join(folder, "model_0000000.pth")) / MIB
-        plain_path = os.path.join(folder, "plain.pth")
-        contenders = {
-            "ours": (lambda: checkpointer.save("model_0000000"), "model_0000000.pth"),
-            "plain": (lambda: plain_save(plain_path, model, optimizer), "plain.pth"),
-        }
+        growth = (peak_memory() - before) / MIB
+        size = path.stat().st_size / MIB
+
+        plain_path = Path(folder, "plain.pth")
         plain_save(plain_path, model, optimizer)
-        seconds = {name: [] for name in contenders}
-        for i in range(args.rounds):
-            for name in sorted(contenders, reverse=i % 2 == 1):
-                save, file = contenders[name]
-                if os.path.exists(os.path.join(folder, file)):
-                    os.remove(os.path.join(folder, file))
-                os.sync()
-                start = time.perf_counter()
-                save()
-                seconds[name].append(time.perf_counter() - start)
-    ratios = [ours / plain for ours, plain in zip(seconds["ours"], seconds["plain"])]
-    ours, plain = (statistics.median(seconds[name]) for name in ("ours", "plain"))
+        ours = []
+        plain = []
+        for _ in range(args.rounds):
+            ours.append(seconds_of(lambda: checkpointer.save("model_0000000"), path))
+            plain.append(seconds_of(lambda: plain_save(plain_path, model, optimizer), plain_path))
+    ratios = [one / other for one, other in zip(ours, plain)]
     print(f"ratios of the rounds: {' '.join(f'{ratio:.2f}' for ratio in ratios)}")
     print_row(
         f"save of {size:.0f} MiB, checksum and fsyncs included",
-        f"{ours * 1e3:.0f} ms",
-        f"{plain * 1e3:.0f} ms, torch.save and fsync",
+        f"{statistics.median(ours) * 1e3:.0f} ms",
+        f"{statistics.median(plain) * 1e3:.0f} ms, torch.save and fsync",
         f"{statistics.median(ratios):.2f}",
         "<= 1.3",
     )
     print_row(
         f"memory that the save of {size:.0f} MiB takes",
-        f"{grown:.1f} MiB",
+        f"{growth:.1f} MiB",
         f"{size:.0f} MiB, the state",
-        f"{100 * grown / size:.1f} %",
+        f"{100 * growth / size:.1f} %",
         "<= 5 %",
     )
 

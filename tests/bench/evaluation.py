@@ -1,10 +1,10 @@
-"""What the evaluation of one test set costs: reads of the device, and messages among two ranks.
+"""What an evaluation of one test set costs two ranks: reads of the device, and collectives.
 
     python tests/bench/evaluation.py [--project DIR]
 
 The real do_test of a project on the digits, in small batches.  Reads are those between two batches:
-item(), float(), bool() and the like, tolist(), numpy() and cpu().  Messages are the collectives of
-all of it: the averages of the buffers, and the results.  Nothing is timed.
+item(), float(), bool() and the like, tolist(), numpy() and cpu().  Collectives are those of the
+whole evaluation: the means of the buffers, and the results.  Nothing is timed.
 """
 
 import argparse
@@ -30,7 +30,8 @@ class Watch(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.reads = self.collectives = 0
+        self.reads = 0
+        self.collectives = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.reads += function is torch.ops.aten._local_scalar_dense.default
@@ -46,25 +47,28 @@ class Watch(TorchDispatchMode):
 
 
 def evaluate(train):
-    """(reads at each batch, collectives in all) on this rank."""
+    """Return (reads at each batch, collectives in all) on this rank."""
     cfg = train.get_cfg()
-    cfg.MODEL.DEVICE, cfg.TEST.BATCH_SIZE = "cpu", 16
+    cfg.MODEL.DEVICE = "cpu"
+    cfg.TEST.BATCH_SIZE = 16
     cfg.DATASETS.TEST = cfg.DATASETS.TEST[:1]
-    model = train.build_parallel(cfg, train.build_model(cfg))
-    watch, per_batch, build = Watch(), [], train.build_test_loader
+    model = train.DistributedDataParallel(train.build_model(cfg))
+    watch = Watch()
+    reads_per_batch = []
+    build_test_loader = train.build_test_loader
 
     def watched_loader(*args):
-        for data in build(*args):
+        for data in build_test_loader(*args):
             before = watch.reads
             yield data
-            per_batch.append(watch.reads - before)
+            reads_per_batch.append(watch.reads - before)
 
     train.build_test_loader = watched_loader
     for name in ("tolist", "numpy", "cpu"):
         setattr(torch.Tensor, name, watch.counting(getattr(torch.Tensor, name)))
     with watch:
         train.do_test(cfg, model)
-    return per_batch, watch.collectives
+    return reads_per_batch, watch.collectives
 
 
 def on_rank(rank, port, project):
@@ -81,7 +85,7 @@ def on_rank(rank, port, project):
     sys.path.insert(0, str(project))
     import train
 
-    train.comm.init_process_group(torch.device("cpu"), timeout_seconds=60)
+    train.init_process_group(torch.device("cpu"), timeout_seconds=60)
     counts = evaluate(train)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     store.set(f"counts of {rank}", pickle.dumps(counts))
@@ -98,12 +102,13 @@ def main():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     mp.start_processes(on_rank, (store.port, args.project), nprocs=NUM_RANKS, start_method="spawn")
     counts = [pickle.loads(store.get(f"counts of {rank}")) for rank in range(NUM_RANKS)]
-    reads = max(max(per_batch) for per_batch, _ in counts)
-    messages = max(collectives for _, collectives in counts)
-    num_batches = sum(len(per_batch) for per_batch, _ in counts)
-    what = f"evaluation, {NUM_RANKS} ranks, {num_batches} batches: reads of the device"
-    print_row(f"{what} at a batch", f"{reads}", "-", f"{reads}", "<= 0")
-    print_row("evaluation of a test set: collectives", f"{messages}", "-", f"{messages}", "<= 2")
+    reads = max(max(reads_per_batch) for reads_per_batch, _ in counts)
+    collectives = max(collectives for _, collectives in counts)
+    num_batches = sum(len(reads_per_batch) for reads_per_batch, _ in counts)
+    what = f"evaluation, {NUM_RANKS} ranks, {num_batches} batches: reads of the device at a batch"
+    print_row(what, f"{reads}", "-", f"{reads}", "<= 0")
+    what = "evaluation of a test set: collectives"
+    print_row(what, f"{collectives}", "-", f"{collectives}", "<= 2")
 
 
 if __name__ == "__main__":

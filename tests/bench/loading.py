@@ -1,10 +1,16 @@
-"""Samples a second of the training loader, over a plain DataLoader of the same digits: one core.
+"""Samples a second of the training loader, compared with a plain DataLoader: one core.
 
-    python tests/bench/loading.py [--project DIR] [--batches 1000] [--rounds 7]
+    python tests/bench/loading.py [--project DIR] [--batches 200] [--rounds 9]
 
-Both shuffle, shift each image at random and load in the process itself, in batches of 64.  The
-plain one fetches and shifts a sample at a time in ``__getitem__`` and collates as PyTorch does.
-They take turns; the figures are medians.
+All loaders get the project's own data set and its transforms, shuffle, and load in the process
+itself.  The project's loader sets the generators of torch, numpy and Python before each sample, so
+that a resumed run sees the same samples.  It is compared with torch's DataLoader
+
+  * that seeds nothing: then random transforms draw other numbers after a resume;
+  * whose samples are seeded by hand, with torch.manual_seed, np.random.seed and random.seed.
+
+A data set with ``__getitems__`` loads whole batches, and the generators are set once for each.  The
+loaders take turns; the time is the process's own, and the figures are medians.
 """
 
 import argparse
@@ -23,18 +29,32 @@ HERE = Path(__file__).resolve()
 TEMPLATE_PROJECT = HERE.parents[2] / "<<cookiecutter.project_slug>>"
 
 
-class PlainDigits(Dataset):
-    def __init__(self, images, labels, max_shift):
-        margin = (0, 0), (max_shift, max_shift), (max_shift, max_shift)
-        self.padded, self.labels, self.max_shift = np.pad(images, margin), labels, max_shift
+class Wrapped(Dataset):
+    def __init__(self, dataset):
+        self.dataset = dataset
 
     def __len__(self):
-        return len(self.labels)
+        return len(self.dataset)
 
     def __getitem__(self, index):
-        down, right = (random.randrange(2 * self.max_shift + 1) for _ in range(2))
-        image = self.padded[index, down : down + 8, right : right + 8]
-        return {"images": torch.from_numpy(image)[None], "labels": int(self.labels[index])}
+        return self.dataset[index]
+
+
+class SeededByHand(Wrapped):
+    """The same samples, after the global generators were set."""
+
+    def __getitem__(self, index):
+        torch.manual_seed(index)
+        np.random.seed(index)
+        random.seed(index)
+        return self.dataset[index]
+
+
+class WholeBatches(Wrapped):
+    """The same samples, but a batch at a time."""
+
+    def __getitems__(self, indices):
+        return [self.dataset[index] for index in indices]
 
 
 def endless(loader):
@@ -42,42 +62,64 @@ def endless(loader):
         yield from loader
 
 
-def seconds(batches, count):
-    """Of one batch; the first ones, which start things, are left out."""
+def seconds_of(batches, count):
+    """Seconds of one batch; the first ones, which start things, are left out."""
     for _ in range(10):
         next(batches)
-    start = time.perf_counter()
+    start = time.process_time()
     for _ in range(count):
         next(batches)
-    return (time.perf_counter() - start) / count
+    return (time.process_time() - start) / count
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--project", type=Path, default=TEMPLATE_PROJECT)
-    parser.add_argument("--batches", type=int, default=1000)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--batches", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=9)
     args = parser.parse_args()
     torch.set_num_threads(1)
     sys.path.insert(0, str(args.project))
     import data
-    import sampling
     from defaults import get_cfg
 
     cfg = get_cfg()
     cfg.MODEL.DEVICE = "cpu"
     size = cfg.SOLVER.BATCH_SIZE
-    ours = data.build_train_loader(cfg, 0, sampling.build_train_sampler)
-    images, labels = data.read_digits(args.project / cfg.DATASETS.PATH)["digits_train"]
-    dataset = PlainDigits(images, labels, cfg.DATASETS.MAX_SHIFT)
-    plain = endless(DataLoader(dataset, size, shuffle=True, drop_last=True))
-    times = {"ours": [], "plain": []}
+    shift = data.RandomShift(cfg.DATASETS.MAX_SHIFT)
+    dataset = data.build_dataset(cfg, cfg.DATASETS.TRAIN, shift)
+    ours = data.build_train_loader(cfg, 0)
+    build_dataset = data.build_dataset
+    data.build_dataset = lambda *args: WholeBatches(build_dataset(*args))
+    whole_batches = data.build_train_loader(cfg, 0)
+    by_hand = SeededByHand(dataset)
+    loaders = {
+        "ours": iter(ours),
+        "whole batches": iter(whole_batches),
+        "plain": endless(DataLoader(dataset, size, shuffle=True, drop_last=True)),
+        "by hand": endless(DataLoader(by_hand, size, shuffle=True, drop_last=True)),
+    }
+
+    seconds = {name: [] for name in loaders}
     for _ in range(args.rounds):
-        times["ours"].append(seconds(ours, args.batches))
-        times["plain"].append(seconds(plain, args.batches))
-    ours, plain = (size / statistics.median(each) for each in times.values())
-    row = f"{ours:,.0f} samples/s", f"{plain:,.0f} samples/s", f"{ours / plain:.1f}", ">= 5"
-    print_row("loading digits, 0 workers, over a plain DataLoader", *row)
+        for name, loader in loaders.items():
+            seconds[name].append(seconds_of(loader, args.batches))
+    speed = {name: size / statistics.median(values) for name, values in seconds.items()}
+    cost = (1 / speed["ours"] - 1 / speed["plain"]) * 1e6
+    print(f"the generators and the order of the samples cost {cost:.1f} us for each sample")
+
+    def print_speed(what, name, peer, text, floor):
+        ratio = speed[name] / speed[peer]
+        peer_speed = f"{speed[peer]:,.0f} samples/s, {text}"
+        print_row(what, f"{speed[name]:,.0f} samples/s", peer_speed, f"{ratio:.2f}", floor)
+
+    what = "loading digits, 0 workers"
+    print_speed(what, "ours", "plain", "a plain DataLoader", ">= 0.5")
+    print_speed(what, "ours", "by hand", "a DataLoader seeded by hand", ">= 1.0")
+    what = "the same, a data set that loads whole batches"
+    print_speed(what, "whole batches", "plain", "a plain DataLoader", ">= 0.9")
 
 
 if __name__ == "__main__":

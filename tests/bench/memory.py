@@ -2,10 +2,10 @@
 
     python tests/bench/memory.py [--project DIR] [--iters 1000000] [--blocks 60]
 
-A storage and the writers of a run get what the loop puts, each iteration four tensors and two
+A storage and the writers of a run get what the loop puts, in each iteration four tensors and two
 numbers, and are read and written every 20 iterations.  Memory is the resident size (on Linux)
 after a thousand iterations and after all.  Then a second storage, with writers of its own, does a
-thousand iterations, and both go on by turns, 200 iterations at a time, on the clock of the
+thousand iterations, and both continue by turns, 200 iterations at a time, on the clock of the
 process's own time.
 """
 
@@ -24,20 +24,19 @@ from table import print_row
 
 HERE = Path(__file__).resolve()
 TEMPLATE_PROJECT = HERE.parents[2] / "<<cookiecutter.project_slug>>"
-PERIOD, START, BLOCK = 20, 1000, 200  # iterations
+PERIOD = 20  # iterations
+START = 1000
+BLOCK = 200
 MIB = 2**20
 
 
 class Run:
     """What a training logs, without the training."""
 
-    def __init__(self, events, records, folder, num_iters):
-        self.storage, self.events = events.EventStorage(), events
-        self.writers = [
-            records.CommonMetricPrinter(num_iters),
-            events.JSONWriter(os.path.join(folder, "metrics.json")),
-            events.TensorboardXWriter(folder),
-        ]
+    def __init__(self, events, folder, num_iters):
+        folder.mkdir()
+        self.storage = events.EventStorage()
+        self.writers = events.default_writers(str(folder), num_iters)
         self.losses = torch.rand(97)
         self.next_iter = 0
 
@@ -71,6 +70,7 @@ def resident_memory():
 
 
 def time_of(run):
+    """Seconds of an iteration."""
     start = time.process_time()
     run.go_on(BLOCK)
     return (time.process_time() - start) / BLOCK
@@ -84,27 +84,29 @@ def main():
     args = parser.parse_args()
     torch.set_num_threads(1)
     sys.path.insert(0, str(args.project))
-    import records
     from plumbing import events
 
     with tempfile.TemporaryDirectory() as folder:
         logging.basicConfig(level="INFO", filename=os.path.join(folder, "log.txt"))
-        folders = [os.path.join(folder, name) for name in ("long", "short")]
-        for each in folders:
-            os.makedirs(each)
-        long, short = (Run(events, records, each, 10 * args.iters) for each in folders)
+        long = Run(events, Path(folder, "long"), 10 * args.iters)
         long.go_on(START)
         before = resident_memory()
         long.go_on(args.iters - START)
         after = resident_memory()
+
+        short = Run(events, Path(folder, "short"), 10 * args.iters)
         short.go_on(START)
-        times = {"long": [], "short": []}
-        for i in range(args.blocks):
-            for name, run in [("long", long), ("short", short)][:: 1 if i % 2 else -1]:
-                times[name].append(time_of(run))
+        long_times = []
+        short_times = []
+        for _ in range(args.blocks // 2):
+            long_times.append(time_of(long))
+            short_times.append(time_of(short))
+            short_times.append(time_of(short))
+            long_times.append(time_of(long))
         long.close()
         short.close()
-    longer, shorter = (statistics.median(times[name]) * 1e6 for name in ("long", "short"))
+    longer = statistics.median(long_times) * 1e6
+    shorter = statistics.median(short_times) * 1e6
     print_row(
         f"memory of storage and writers, {args.iters:,} iterations",
         f"{after:.1f} MiB",

@@ -1,18 +1,17 @@
-"""How long a resume takes to its first iteration, late in a run and early in it.
+"""The time of a resume to its first iteration, late in a run and early in it.
 
     python tests/bench/resume.py [--project DIR] [--iters 1000000] [--rounds 15]
 
 Two runs of the project's own model and data are resumed by turns, in this process: one after the
 given number of iterations, and one after a thousand, when all histories have become as long as they
 get.  metrics.json and the TensorBoard events are as long as they would be.  The time goes from the
-call of do_train to the first forward pass; the reading of the checkpoint, which is as long as the
-model is large, is taken off.  It is the process's own time: they may differ only by computing.
+call of do_train to the first forward pass, without the reading of checkpoints, which depends on the
+size of the model.  It is the process's own time: the two may differ only by computing.
 """
 
 import argparse
 import json
 import logging
-import os
 import shutil
 import statistics
 import sys
@@ -35,23 +34,52 @@ class Arrived(BaseException):
         self.moment = time.process_time()
 
 
+class Reading:
+    """Measures the calls of ``read_file``, whichever module of plumbing/checkpoint makes them."""
+
+    def __init__(self):
+        self.seconds = 0.0
+        self._read_file = None
+        self._modules = []
+
+    def __enter__(self):
+        for name, module in list(sys.modules.items()):
+            if name.startswith("plumbing.checkpoint.") and hasattr(module, "read_file"):
+                self._modules.append(module)
+                self._read_file = module.read_file
+                module.read_file = self._timed
+        return self
+
+    def __exit__(self, *_):
+        for module in self._modules:
+            module.read_file = self._read_file
+
+    def _timed(self, *args, **kwargs):
+        start = time.process_time()
+        file = self._read_file(*args, **kwargs)
+        self.seconds += time.process_time() - start
+        return file
+
+
 def settings(train, folder, max_iter):
     cfg = train.get_cfg()
     cfg.OUTPUT_DIR = str(folder)
     cfg.MODEL.DEVICE = "cpu"
     cfg.SOLVER.MAX_ITER = max_iter
-    cfg.SOLVER.CHECKPOINT_PERIOD, cfg.TEST.EVAL_PERIOD = 1, -1  # so the last row is written anew
+    cfg.SOLVER.CHECKPOINT_PERIOD = 1  # so that the last row is written again
+    cfg.TEST.EVAL_PERIOD = -1
     return cfg
 
 
 def save_first_iteration(train, folder):
-    """A run that was saved after iteration 0."""
-    cfg = settings(train, folder, 1)
+    """Make a run that was saved after iteration 0."""
+    folder.mkdir()
+    cfg = settings(train, folder, max_iter=1)
     train.do_train(cfg, train.build_model(cfg))
 
 
 def grow(save_file, first, folder, num_iters, period):
-    """The run in ``first`` as it would be after so many iterations."""
+    """Make the run in ``first`` as it would be after so many iterations."""
     iteration = num_iters - 1
     checkpoint = torch.load(first / "model_final.pth")
     checkpoint["iteration"] = iteration
@@ -76,33 +104,21 @@ def grow(save_file, first, folder, num_iters, period):
 
 def time_of_resume(train, source, max_iter):
     """Seconds from do_train to the first forward pass of a resume in a copy of ``source``."""
-    reading = []  # seconds
-
-    def load_file(path):
-        start = time.process_time()
-        checkpoint = original(path)
-        reading.append(time.process_time() - start)
-        return checkpoint
 
     def arrive(*_):
         raise Arrived
 
-    checkpointer = sys.modules["plumbing.checkpoint.checkpointer"]
-    original, checkpointer.load_file = checkpointer.load_file, load_file
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            copy = shutil.copytree(source, os.path.join(folder, "run"))
-            cfg = settings(train, copy, max_iter)
-            model = train.build_model(cfg)
-            model.register_forward_pre_hook(arrive)
-            start = time.process_time()
-            try:
-                train.do_train(cfg, model, resume=True)
-            except Arrived as arrived:
-                return arrived.moment - start - sum(reading)
-            raise RuntimeError("a resume ended without a forward pass")
-    finally:
-        checkpointer.load_file = original
+    with tempfile.TemporaryDirectory() as folder, Reading() as reading:
+        copy = shutil.copytree(source, Path(folder, "run"))
+        cfg = settings(train, copy, max_iter)
+        model = train.build_model(cfg)
+        model.register_forward_pre_hook(arrive)
+        start = time.process_time()
+        try:
+            train.do_train(cfg, model, resume=True)
+        except Arrived as arrived:
+            return arrived.moment - start - reading.seconds
+    raise RuntimeError("a resume ended without a forward pass")
 
 
 def main():
@@ -115,27 +131,30 @@ def main():
     logging.basicConfig(level=logging.ERROR)
     sys.path.insert(0, str(args.project))
     import train
-    from plumbing.checkpoint.files import save_file
+    from plumbing.checkpoint.archive import save_file
 
-    max_iter, period = 2 * args.iters, train.get_cfg().LOG_PERIOD
+    max_iter = 2 * args.iters
+    period = train.get_cfg().LOG_PERIOD
     with tempfile.TemporaryDirectory() as folder:
-        first, early, late = (Path(folder, name) for name in ("first", "early", "late"))
-        first.mkdir()
+        first = Path(folder, "first")
+        early = Path(folder, "early")
+        late = Path(folder, "late")
         save_first_iteration(train, first)
         grow(save_file, first, early, EARLY, period)
         grow(save_file, first, late, args.iters, period)
-        seconds = {run: [] for run in (first, early, late)}
-        for i in range(args.rounds + 1):
-            for run in list(seconds)[:: 1 if i % 2 else -1]:
-                taken = time_of_resume(train, run, max_iter)
-                seconds[run] += [taken] * (i > 0)  # the first round warms up
-    first, early, late = (statistics.median(seconds[run]) * 1e3 for run in seconds)
-    print(f"after one iteration, with histories of one value: {first:.1f} ms")
+        seconds = {first: [], early: [], late: []}
+        for run in seconds:
+            time_of_resume(train, run, max_iter)  # what is slow the first time
+        for _ in range(args.rounds):
+            for run, values in seconds.items():
+                values.append(time_of_resume(train, run, max_iter))
+    medians = {run.name: statistics.median(values) * 1e3 for run, values in seconds.items()}
+    print(f"after one iteration, with histories of one value: {medians['first']:.1f} ms")
     print_row(
         f"resume after {args.iters:,} iterations, to the next forward pass",
-        f"{late:.1f} ms",
-        f"{early:.1f} ms after {EARLY:,}",
-        f"{late / early:.2f}",
+        f"{medians['late']:.1f} ms",
+        f"{medians['early']:.1f} ms after {EARLY:,}",
+        f"{medians['late'] / medians['early']:.2f}",
         "<= 1.05",
     )
 

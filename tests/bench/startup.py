@@ -1,11 +1,11 @@
-"""How long a program takes to say its usage, and to its first iteration, over `import torch` alone.
+"""The time to show the usage, and to reach the first iteration, compared with `import torch`.
 
     python tests/bench/startup.py [--project DIR] [--rounds 9]
 
-Each is a process of its own, on the CPU; they take turns, and the first round only warms up the
+Each is a process of its own, on the CPU.  They take turns, and the first round only warms up the
 disk's cache.  The time is what the process computed (user and system), which other processes
-disturb less than the wall clock; the first iteration is reached when the first module's forward
-pass begins, with the data loaded, the settings checked and the output folder made.
+disturb less than the wall clock.  The first iteration is reached when the first module's forward
+pass begins: then the data is loaded, the settings are checked and the output folder is made.
 """
 
 import argparse
@@ -30,11 +30,12 @@ import train
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 register_module_forward_pre_hook(lambda *_: os._exit(42))
-train.launch(train.main, train.parse_args(sys.argv[1:]))
+train.launch(train.main, train.parse_args(""))
 """
+FLOORS = {"train.py --help": "<= 1.3", "first iteration": "<= 1.8"}
 
 
-def time_of(words, project, status=0):
+def seconds_of(words, project, status=0):
     """Seconds that ``python *words`` computes in the project's folder until it ends."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [sys.executable, *words]
@@ -52,27 +53,31 @@ def main():
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--no-warm-up", action="store_true", help="count the first round too")
     args = parser.parse_args()
+    num_warm_ups = 0 if args.no_warm_up else 1
     seconds = {"import torch": [], "train.py --help": [], "first iteration": []}
     with tempfile.TemporaryDirectory() as folder:
-        for i in range(args.rounds + (not args.no_warm_up)):
-            cpu = f"--config cfg.yaml MODEL.DEVICE cpu OUTPUT_DIR {folder}/{i}".split()
-            taken = (
-                time_of(["-c", "import torch"], args.project),
-                time_of(["train.py", "--help"], args.project),
-                time_of(["-c", FIRST_ITERATION, *cpu], args.project, status=42),
-            )
-            for values, each in zip(seconds.values(), taken):
-                values += [each] * (i > 0 or args.no_warm_up)
-    bare, *_ = medians = [statistics.median(values) for values in seconds.values()]
-    for name, median, floor in zip(seconds, medians, ("", "<= 1.3", "<= 1.8")):
-        if floor:
-            print_row(
-                f"start of the program to {name}",
-                f"{median:.2f} s",
-                f"{bare:.2f} s, import torch",
-                f"{median / bare:.2f}",
-                floor,
-            )
+        for i in range(num_warm_ups + args.rounds):
+            settings = f"--config cfg.yaml MODEL.DEVICE cpu OUTPUT_DIR {folder}/{i}".split()
+            taken = {
+                "import torch": seconds_of(["-c", "import torch"], args.project),
+                "train.py --help": seconds_of(["train.py", "--help"], args.project),
+                "first iteration": seconds_of(
+                    ["-c", FIRST_ITERATION, *settings], args.project, status=42
+                ),
+            }
+            if i >= num_warm_ups:
+                for name, values in seconds.items():
+                    values.append(taken[name])
+    bare = statistics.median(seconds["import torch"])
+    for name, floor in FLOORS.items():
+        median = statistics.median(seconds[name])
+        print_row(
+            f"start of the program to {name}",
+            f"{median:.2f} s",
+            f"{bare:.2f} s, import torch",
+            f"{median / bare:.2f}",
+            floor,
+        )
 
 
 if __name__ == "__main__":
