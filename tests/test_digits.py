@@ -1,6 +1,9 @@
-"""The data set that comes with the project is the one that its text file describes."""
+"""The data set that comes with the project is as described, and a training on it succeeds."""
 
 import hashlib
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -44,3 +47,13 @@ def test_the_source_and_its_licence_are_named_beside_the_data(template):
     text = (template / PROJECT / "assets" / "digits.txt").read_text()
     for fact in ("E. Alpaydin and C. Kaynak", "10.24432/C50P49", "CC BY 4.0", "What was changed"):
         assert fact in text
+
+
+def test_two_ranks_reach_the_accuracy_that_the_readme_promises(project):
+    """The program prints the time as well; `make bench` compares it with its floor."""
+    program = Path(__file__).parent / "bench" / "digits.py"
+    command = [sys.executable, str(program), "--project", str(project)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    accuracy, _ = [line.split("|") for line in done.stdout.splitlines()]
+    assert float(accuracy[4]) >= 0.98

@@ -93,7 +93,7 @@ def bare(clock, batches, num_iters, folder):
 def do_train(clock, batches, num_iters, folder):
     import train
 
-    def build_train_loader(cfg, start_iter):
+    def batches_in_memory(cfg, start_iter):
         return ([batch] for batch in clock.watched(batches))
 
     cfg = train.get_cfg()
@@ -102,11 +102,14 @@ def do_train(clock, batches, num_iters, folder):
     cfg.LOG_PERIOD = LOG_PERIOD
     cfg.SOLVER.MAX_ITER = num_iters
     cfg.SOLVER.BASE_LR = 0.01
+    cfg.SOLVER.WEIGHT_DECAY = 0.0
     cfg.SOLVER.CHECKPOINT_PERIOD = -1
     cfg.TEST.EVAL_PERIOD = -1
-    train.build_train_loader = build_train_loader
+    build_train_loader = train.build_train_loader
+    train.build_train_loader = batches_in_memory
     train.do_train(cfg, Net())
     clock.stop()
+    train.build_train_loader = build_train_loader
 
 
 def accelerate(clock, batches, num_iters, folder):

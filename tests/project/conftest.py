@@ -13,7 +13,6 @@ import os
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,11 +34,12 @@ HERE = Path(__file__).parent
 TIMEOUT = 120  # seconds after which a process is taken to hang
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
 LAUNCHERS = {1: (), 2: TORCHRUN}  # number of ranks: what stands before train.py
+# An epoch ends within iteration 5, the next one within iteration 11.
 SMALL = """
     MODEL.DEVICE cpu MODEL.WIDTH 8 DATALOADER.NUM_WORKERS 0 SOLVER.BATCH_SIZE 240 SOLVER.MAX_ITER 12
     SOLVER.BASE_LR 0.3 SOLVER.WARMUP_ITERS 2 LOG_PERIOD 3 SOLVER.CHECKPOINT_PERIOD 2
     SOLVER.CHECKPOINTS_TO_KEEP 9 TEST.EVAL_PERIOD 4
-"""  # an epoch ends within iteration 5, the next within 11
+"""
 
 torch.set_num_threads(1)  # as everywhere below: then sums are the same to the bit
 os.fsync = lambda descriptor: None  # these files need not outlive a power cut; a disk may take long
@@ -50,21 +50,23 @@ def arguments(output, words=""):
 
     A "{output}" in ``words`` stands for the folder.
     """
-    words = (SMALL + words).replace("{output}", str(output)).split()
+    words = f"{SMALL} {words}".replace("{output}", str(output)).split()
     return ["--config", str(ROOT / "cfg.yaml"), "OUTPUT_DIR", str(output), *words]
 
 
 def parse(words):
-    import train
+    from plumbing.arguments import parse_args
 
-    return train.parse_args("", words)
+    return parse_args("", words)
 
 
 @contextlib.contextmanager
 def own_log():
     """Inside, a run may replace the handlers of the log; afterwards pytest has its own again."""
     root = logging.getLogger()
-    handlers, level, root.handlers = root.handlers, root.level, []
+    handlers = root.handlers
+    level = root.level
+    root.handlers = []
     try:
         yield
     finally:
@@ -112,7 +114,9 @@ def on_ranks(tmp_path):
         deadline = time.monotonic() + TIMEOUT
         for rank in ranks:
             rank.join(max(0, deadline - time.monotonic()))
-        hanging = [rank.kill() for rank in ranks if rank.exitcode is None]
+        hanging = [rank for rank in ranks if rank.exitcode is None]
+        for rank in hanging:
+            rank.kill()
         assert not hanging, f"{len(hanging)} ranks hang in {function.__name__}"
         return [_read(folder, number, rank.exitcode) for number, rank in enumerate(ranks)]
 
@@ -120,7 +124,8 @@ def on_ranks(tmp_path):
 
 
 def _rank(rank, number, port, folder, function, args):
-    os.environ.update(  # as torchrun does
+    # As torchrun does.
+    os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
         WORLD_SIZE=str(number),
@@ -156,41 +161,15 @@ def shell(*words, **env):
     )
 
 
-@pytest.fixture(scope="session", autouse=True)
-def begun(request, tmp_path_factory):
-    """Runs from the shell, which take long and so go on beside the other tests.
-
-    {1: one of train.py, 2: under torchrun, "faulty": of faulty.py}, each as (output, what becomes
-    the finished process).  Those that no test wants do not begin.
-    """
-    wanted = {name for item in request.session.items for name in item.fixturenames}
-    words = "LOG_PERIOD 20 SOLVER.CHECKPOINT_PERIOD 3 TEST.EVAL_PERIOD 7"
-    commands = {(n, "runs"): (*LAUNCHERS[n], "train.py") for n in LAUNCHERS}
-    commands["faulty", "faulty_run"] = (*TORCHRUN, HERE / "faulty.py")
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        runs = {}
-        for (name, fixture), command in commands.items():
-            if fixture in wanted:
-                output = tmp_path_factory.mktemp("runs") / "output"
-                options = arguments(output, words * (name == "faulty"))
-                runs[name] = output, pool.submit(shell, *command, *options)
-        yield runs
-
-
 @pytest.fixture(scope="session")
-def runs(begun):
+def runs(tmp_path_factory):
     """{1: output of a process of its own, 2: of two ranks under torchrun}, 12 iterations."""
-    for num_ranks in LAUNCHERS:
-        done = begun[num_ranks][1].result()
+    outputs = {}
+    for num_ranks, launcher in LAUNCHERS.items():
+        outputs[num_ranks] = tmp_path_factory.mktemp("runs") / "output"
+        done = shell(*launcher, "train.py", *arguments(outputs[num_ranks]))
         assert done.returncode == 0, done.stdout + done.stderr
-    return {num_ranks: begun[num_ranks][0] for num_ranks in LAUNCHERS}
-
-
-@pytest.fixture
-def faulty_run(begun):
-    """The output of two ranks, of which one gets a bad loss in iteration 5, and the process."""
-    output, future = begun["faulty"]
-    return output, future.result()
+    return outputs
 
 
 def read_events(folder):
@@ -200,13 +179,6 @@ def read_events(folder):
     accumulator = EventAccumulator(str(folder), size_guidance=everything)
     accumulator.Reload()
     return accumulator
-
-
-@pytest.fixture
-def lines(caplog):
-    """Call it for what was logged so far."""
-    caplog.set_level(logging.INFO, logger="records")
-    return lambda: caplog.messages
 
 
 @contextlib.contextmanager

@@ -76,7 +76,7 @@ def evaluate_in_batches():
 @pytest.fixture(scope="module")
 def ranks():
     """What each of two ranks finds: [{name of a function above: what it returns}, ...]."""
-    return run_on_ranks(evaluate_in_batches, count_costs, log_of_an_evaluation)
+    return run_on_ranks(evaluate_in_batches)
 
 
 def test_the_numbers_are_those_of_their_definitions():

@@ -8,41 +8,32 @@ import os
 import pickle
 import re
 import signal
-from pathlib import Path
 
-import data
 import numpy as np
 import pytest
 import torch
 import train
 from conftest import arguments, own_log, parse, train_here
-from hardware import build_parallel
-from models import Tiny
+from models import Tiny, train_with
+from outcomes import assert_same_outcome, model_of, starts_of
 from plumbing import comm
 from plumbing.checkpoint import Checkpointer
-from plumbing.comm import SettingsError
-from plumbing.setup import launch, set_random_state
+from plumbing.errors import SettingsError
+from plumbing.launch import init_process_group, launch
+from plumbing.parallel import DistributedDataParallel
+from plumbing.seeding import SeededDataset
 from torch import nn
-
-
-def model_of(output, name="model_final"):
-    return torch.load(output / f"{name}.pth")["model"]
 
 
 def same(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
-def starts_of(output):
-    log = (output / "log.txt").read_text()
-    return list(map(int, re.findall(r"Starting training from iteration (\d+)", log)))
-
-
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
     """The output of a run that nothing happened to."""
     output = tmp_path_factory.mktemp("straight") / "output"
-    train_here(output, "DATALOADER.NUM_WORKERS 0")
+    train_here(output)
     return output
 
 
@@ -105,63 +96,67 @@ def test_a_kill_in_a_save_leaves_a_good_file_even_if_one_is_kept(
     moment, left, start, straight, on_ranks, tmp_path
 ):
     output = tmp_path / "run"
-    (rank,) = on_ranks(1, killed_in_save, output, "SOLVER.CHECKPOINTS_TO_KEEP 1", moment)
+    words = "SOLVER.CHECKPOINTS_TO_KEEP 1"
+    (rank,) = on_ranks(1, killed_in_save, output, words, moment)
     assert rank.code == -signal.SIGKILL, rank.printed
     good = sorted(path.name for path in output.glob("*_0*.pth"))
     assert good[-1] == f"model_{left:07d}.pth"
     for name in good:  # none is torn
         assert torch.load(output / name)["iteration"] == int(name[6:13])
-    train_here(output, "--resume")
-    assert starts_of(output) == [0, start]
+    train_here(output, f"--resume {words}")
+    assert starts_of(output) == [start]
     assert list(output.glob("*.tmp")) == []
-    assert same(model_of(output), model_of(straight))
+    assert [path.name for path in output.glob("*_0*.pth")] == ["model_0000011.pth"]
+    assert_same_outcome(straight, output)
 
 
 # With another number of ranks a run goes on with the same samples.
 
 
-def train_tiny(output, words, stop=None):
+def train_recorded(output, words, stop=None):
     """Train a model without norms and dropout; returns {iteration: keys of this rank's samples}.
 
     The process ends before it draws the batch of iteration ``stop``; then there is a file instead.
     """
-    set_random_state(0)
-    model, keys, start_iter = Tiny(), {}, []
-    build, getitems = train.build_train_loader, data.Digits.__getitems__
+    keys = {}
+    start_iter = []
+    build = train.build_train_loader
+    getitems = SeededDataset.__getitems__
 
-    def build_train_loader(cfg, start, *args, **kwargs):
+    def build_train_loader(cfg, start):
         start_iter.append(start)
-        return build(cfg, start, *args, **kwargs)
+        return build(cfg, start)
 
     def recorded(self, batch):
-        if model.training and start_iter:
-            iteration = start_iter[0] + len(keys)
-            if iteration == stop:
-                comm.synchronize()
-                (output / f"keys {comm.get_rank()}.json").write_text(json.dumps(keys))
-                comm.synchronize()
-                os._exit(9)
-            keys[iteration] = np.asarray(batch).tolist()
+        # The evaluation at the end draws samples, too.
+        iteration = start_iter[0] + len(keys)
+        if iteration == stop:
+            comm.synchronize()
+            (output / f"keys {comm.get_rank()}.json").write_text(json.dumps(keys))
+            comm.synchronize()
+            os._exit(9)
+        keys[iteration] = np.asarray(batch).tolist()
         return getitems(self, batch)
 
-    train.build_model, train.build_train_loader = lambda cfg: model, build_train_loader
-    data.Digits.__getitems__ = recorded
-    train_here(output, words)
-    return keys
+    train.build_train_loader = build_train_loader
+    SeededDataset.__getitems__ = recorded
+    train_with(Tiny, output, words)
+    return {iteration: keys[iteration] for iteration in keys if iteration < 14}
 
 
 def test_no_sample_is_lost_or_repeated_from_2_ranks_to_1_to_4_and_back(on_ranks, tmp_path):
     words = "SOLVER.MAX_ITER 14 SOLVER.BASE_LR 0.1 TEST.EVAL_PERIOD 0"
-    (alone,) = on_ranks(1, train_tiny, tmp_path / "alone", words)
+    (alone,) = on_ranks(1, train_recorded, tmp_path / "alone", words)
     assert alone.code == 0, alone.printed
     expected = {int(i): sorted(keys) for i, keys in alone.result.items()}
     epochs = collections.Counter(map(tuple, itertools.chain(*expected.values())))
     assert set(epochs.values()) == {1}
 
-    output, seen = tmp_path / "run", collections.defaultdict(list)
+    output = tmp_path / "run"
+    seen = collections.defaultdict(list)
     for num_ranks, stop in ((2, 3), (1, 5), (4, 9), (2, None)):
-        resume = " --resume" * output.exists()
-        ranks = on_ranks(num_ranks, train_tiny, output, words + resume, stop)
+        resume = " --resume" if output.exists() else ""
+        ranks = on_ranks(num_ranks, train_recorded, output, words + resume, stop)
         if stop is None:
             assert [rank.code for rank in ranks] == [0] * num_ranks, ranks
             parts = [rank.result for rank in ranks]
@@ -169,11 +164,12 @@ def test_no_sample_is_lost_or_repeated_from_2_ranks_to_1_to_4_and_back(on_ranks,
             assert all(rank.code for rank in ranks)
             parts = [json.loads((output / f"keys {i}.json").read_text()) for i in range(num_ranks)]
         for iteration in parts[0]:
-            seen[int(iteration)].append(sorted(itertools.chain(*(p[iteration] for p in parts))))
+            together = itertools.chain(*(part[iteration] for part in parts))
+            seen[int(iteration)].append(sorted(together))
     assert seen.keys() == expected.keys()
     for iteration, times in seen.items():  # one that came after the last save is done again
         assert all(keys == expected[iteration] for keys in times)
-    assert starts_of(output) == [0, 2, 4, 8]
+    assert starts_of(output) == [2, 4, 8]
     for name, value in model_of(tmp_path / "alone").items():  # the sums round differently
         assert torch.allclose(value, model_of(output)[name], atol=1e-4), name
 
@@ -184,15 +180,18 @@ def test_no_sample_is_lost_or_repeated_from_2_ranks_to_1_to_4_and_back(on_ranks,
 def resumes_with_a_stale_listing(output):
     """Rank 1 sees the folder as it was some saves ago; returns the file that was resumed."""
     if os.environ["RANK"] == "1":
-        listdir, stale = os.listdir, ["model_0000001.pth", "log.txt"]
+        listdir = os.listdir
+        stale = ["model_0000001.pth", "log.txt"]
         os.listdir = lambda path: stale if str(path) == str(output) else listdir(path)
         tagged = os.path.join(output, "model_0000001.pth")
         Checkpointer.get_checkpoint_file = lambda self: tagged
-    resumed, resume_or_load = [], train.Checkpointer.resume_or_load
+    resumed = []
+    resume_or_load = train.Checkpointer.resume_or_load
 
     def recorded(self, *args, **kwargs):
-        resumed.append(resume_or_load(self, *args, **kwargs)["iteration"])
-        return {"iteration": resumed[-1]}
+        rest = resume_or_load(self, *args, **kwargs)
+        resumed.append(rest["iteration"])
+        return rest
 
     train.Checkpointer.resume_or_load = recorded
     train_here(output, "--resume SOLVER.MAX_ITER 14")
@@ -209,15 +208,14 @@ def test_all_ranks_resume_the_file_that_the_first_one_chose(straight, on_ranks, 
 
 
 def killed_ranks(output, words):
-    draws = itertools.count()
-    sum_losses = train.sum_losses
+    set_random_state = train.set_random_state
 
-    def last(losses):
-        if next(draws) == 6:
+    def last(seed, iteration=0, rank=0):
+        if iteration == 6:
             os._exit(9)
-        return sum_losses(losses)
+        set_random_state(seed, iteration, rank)
 
-    train.sum_losses = last
+    train.set_random_state = last
     train_here(output, words)
 
 
@@ -228,16 +226,14 @@ def test_three_ranks_killed_and_resumed_are_the_same_to_the_bit(on_ranks, tmp_pa
     assert all(rank.code for rank in on_ranks(3, killed_ranks, tmp_path / "run", words))
     resumed = on_ranks(3, train_here, tmp_path / "run", f"{words} --resume")
     assert [rank.code for rank in resumed] == [0] * 3, resumed
-    assert starts_of(tmp_path / "run") == [0, 6]
+    assert starts_of(tmp_path / "run") == [6]
     assert same(model_of(tmp_path / "whole"), model_of(tmp_path / "run"))
 
 
 def messages_of_gradients():
     """The weights, by their numbers, in each message of the first three iterations."""
-    comm.init_process_group(torch.device("cpu"), timeout_seconds=60)
-    cfg = train.get_cfg()
-    cfg.MODEL.DEVICE = "cpu"
-    model = build_parallel(cfg, nn.Sequential(*(nn.Linear(300, 300) for _ in range(6))))
+    init_process_group(torch.device("cpu"), timeout_seconds=60)
+    model = DistributedDataParallel(nn.Sequential(*(nn.Linear(300, 300) for _ in range(6))))
     number_of = {id(parameter): number for number, parameter in enumerate(model.parameters())}
     iterations = []
 
@@ -279,7 +275,7 @@ SAVES = {
     "torch before 1.6": functools.partial(torch.save, _use_new_zipfile_serialization=False),
     "pickle": lambda checkpoint, path: path.write_bytes(pickle.dumps(checkpoint)),
 }
-PARTS = "model", "optimizer", "iteration", "storage"
+PARTS = ("model", "optimizer", "iteration", "storage")
 
 
 @pytest.mark.parametrize(
@@ -290,7 +286,8 @@ PARTS = "model", "optimizer", "iteration", "storage"
 def test_code_in_a_file_is_refused_in_one_line_and_not_passed_over(
     place, form, part, straight, tmp_path, capsys
 ):
-    output, victim = tmp_path / "run", tmp_path / "victim"
+    output = tmp_path / "run"
+    victim = tmp_path / "victim"
     output.mkdir()
     good = output / "model_0000001.pth"
     good.write_bytes((straight / good.name).read_bytes())
@@ -309,11 +306,11 @@ def test_code_in_a_file_is_refused_in_one_line_and_not_passed_over(
         launch(train.main, parse(arguments(output, words)))
     assert stop.value.code == 2
     error = capsys.readouterr().err
-    assert re.fullmatch(f"error: .*{bad.name}.*refused.*\n", error)
+    assert re.fullmatch(f"error: .*{bad.name} holds code or unknown types.*not loaded.*\n", error)
     assert not victim.exists()
 
 
-# What is no checkpoint of this run.
+# A file that is not a checkpoint of this run.
 
 
 def with_part(source, target, **parts):
@@ -335,7 +332,8 @@ WRONG = {
 def test_a_resume_passes_over_what_is_no_checkpoint_and_says_so(parts, straight, tmp_path):
     output = tmp_path / "run"
     output.mkdir()
-    good, bad = output / "model_0000001.pth", output / "model_0000003.pth"
+    good = output / "model_0000001.pth"
+    bad = output / "model_0000003.pth"
     good.write_bytes((straight / good.name).read_bytes())
     with_part(good, bad, **parts)
     (output / "last_checkpoint").write_text(bad.name)
@@ -347,7 +345,7 @@ def test_a_resume_passes_over_what_is_no_checkpoint_and_says_so(parts, straight,
 @pytest.mark.parametrize("model", [5, [1], {"weight": 5}], ids=["number", "list", "no tensors"])
 def test_weights_that_are_none_are_an_error_in_one_line(model, tmp_path):
     torch.save({"model": model}, tmp_path / "x.pth")
-    with pytest.raises(SettingsError, match="x.pth") as caught:
+    with pytest.raises(SettingsError, match=r"x\.pth") as caught:
         Checkpointer(nn.Linear(1, 1)).load(str(tmp_path / "x.pth"))
     assert "\n" not in str(caught.value)
 
@@ -371,12 +369,19 @@ def test_a_final_file_of_a_shorter_run_is_not_the_newest(tmp_path):
 def test_a_seed_that_was_drawn_outlives_the_file_of_settings(tmp_path):
     output = tmp_path / "run"
     train_here(output, "SEED -1 SOLVER.MAX_ITER 4")
-    seed = torch.load(output / "model_final.pth")["seed"]
-    assert f"SEED: {seed}\n" in (output / "config.yaml").read_text()
+    (seed,) = re.findall(r"^SEED: (\d+)$", (output / "config.yaml").read_text(), re.M)
+    assert f"SEED: {seed}\n" in torch.load(output / "model_final.pth")["config"]
     for text in (None, "SEED: [", "5"):
-        Path(output / "config.yaml").unlink()
-        if text:
-            Path(output / "config.yaml").write_text(text)
-        Path(output / "results.json").unlink(missing_ok=True)
+        (output / "config.yaml").unlink()
+        if text is not None:
+            (output / "config.yaml").write_text(text)
         train_here(output, "--resume SEED -1 SOLVER.MAX_ITER 4")
         assert f"SEED: {seed}\n" in (output / "config.yaml").read_text()
+
+
+def test_another_run_draws_another_seed(tmp_path):
+    seeds = set()
+    for name in ("one", "other"):
+        train_here(tmp_path / name, "SEED -1 SOLVER.MAX_ITER 1")
+        seeds.update(re.findall(r"^SEED: .*$", (tmp_path / name / "config.yaml").read_text(), re.M))
+    assert len(seeds) == 2

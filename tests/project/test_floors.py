@@ -10,8 +10,13 @@ import pytest
 import torch
 from conftest import shell
 from plumbing.checkpoint import Checkpointer
-from plumbing.events import EventStorage, JSONWriter, TensorboardXWriter
-from records import CommonMetricPrinter
+from plumbing.events import (
+    CommonMetricPrinter,
+    EventStorage,
+    JSONWriter,
+    TensorboardXWriter,
+    open_writers,
+)
 from torch import nn
 from torch.utils.serialization import config
 
@@ -33,15 +38,15 @@ def traced_memory():
 
 @pytest.fixture
 def writers(tmp_path):
+    """All writers, inside their context."""
     folder = str(tmp_path)
-    writers = [
+    made = [
         CommonMetricPrinter(10**7),
         JSONWriter(os.path.join(folder, "metrics.json")),
         TensorboardXWriter(folder),
     ]
-    yield writers
-    for writer in writers:
-        writer.close()
+    with EventStorage(), open_writers(made) as opened:
+        yield opened
 
 
 def log(storage, writers, iterations):
@@ -131,7 +136,8 @@ def test_a_save_takes_at_most_a_twentieth_of_the_state_as_memory(on_ranks, tmp_p
 @pytest.fixture
 def summed(monkeypatch):
     """The sizes of all that zlib summed up, in bytes."""
-    crc32, sizes = zlib.crc32, []
+    crc32 = zlib.crc32
+    sizes = []
 
     def counted(data, *args):
         sizes.append(len(data))

@@ -38,10 +38,14 @@ def both(count, max_norm, dtypes=(torch.float32,), **options):
     "dtypes",
     [(torch.float32,), (torch.bfloat16,), (torch.float64, torch.float32, torch.bfloat16)],
 )
-def test_gradients_and_the_norm_before_are_those_of_torch(count, max_norm, dtypes):
+@pytest.mark.parametrize("num_small", [0, 2**16])
+def test_gradients_and_the_norm_before_are_those_of_torch(
+    monkeypatch, count, max_norm, dtypes, num_small
+):
+    monkeypatch.setattr(gradients, "_NUM_SMALL", num_small)
     ours, norm, theirs, expected = both(count, max_norm, dtypes)
-    assert torch.equal(norm, expected)
-    assert norm.dtype == expected.dtype
+    # The sum of many squares depends on their order in its last bits.
+    torch.testing.assert_close(norm, expected)
     assert norm.shape == ()
     for one, other in zip(ours, theirs):
         assert (one.grad is None) == (other.grad is None)
@@ -131,6 +135,32 @@ def test_the_signature_is_that_of_torch():
     assert [p.default for p in ours.values()] == [p.default for p in theirs.values()]
 
 
-def test_the_private_function_is_the_one_that_torch_uses_itself():
-    assert "torch._foreach_norm(" in inspect.getsource(gradients)
+def test_the_private_functions_are_those_that_torch_uses_itself():
+    source = inspect.getsource(gradients)
+    assert "torch._foreach_norm(" in source
     assert "torch._foreach_norm(" in inspect.getsource(nn.utils.clip_grad)
+    assert "torch._utils._flatten_dense_tensors(" in source
+    assert "_flatten_dense_tensors(" in inspect.getsource(nn.parallel.comm)
+
+
+def test_small_gradients_of_any_layout_in_memory_are_copied_together():
+    image_weights = nn.Parameter(torch.zeros(4, 3, 2, 2))
+    values = torch.randn(4, 3, 2, 2, generator=torch.Generator().manual_seed(0))
+    image_weights.grad = values.to(memory_format=torch.channels_last)
+    norm = clip_grad_norm_([image_weights], math.inf)
+    torch.testing.assert_close(norm, values.norm())
+    assert torch.equal(image_weights.grad, values)
+
+
+def test_gradients_that_are_not_small_are_not_copied(monkeypatch):
+    copies = []
+    flatten = torch._utils._flatten_dense_tensors
+    monkeypatch.setattr(
+        torch._utils, "_flatten_dense_tensors", lambda each: copies.append(1) or flatten(each)
+    )
+    large = nn.Parameter(torch.zeros(2**16 + 1))
+    large.grad = torch.ones(2**16 + 1)
+    clip_grad_norm_([large], math.inf)
+    assert copies == []
+    clip_grad_norm_(with_gradients(3), math.inf)
+    assert copies == [1]
