@@ -25,9 +25,13 @@ def check_solver(cfg):
     Raises:
         SettingsError: says what is wrong.
     """
+    if len(cfg.SOLVER.BETAS) != 2:
+        raise SettingsError(f"SOLVER.BETAS: {cfg.SOLVER.BETAS} must be two numbers")
     try:
         optimizer = build_optimizer(cfg, nn.Linear(1, 1))
         build_lr_scheduler(cfg, optimizer)
+        # Past the warm-up, which does not look at the name of the schedule.
+        lr_multiplier(cfg.SOLVER, cfg.SOLVER.MAX_ITER)
     except ValueError as error:
         raise SettingsError(f"SOLVER: {error}") from None
 

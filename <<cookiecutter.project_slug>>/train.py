@@ -111,6 +111,8 @@ def do_train(cfg, model, resume=False):
     eval_period = cfg.TEST.EVAL_PERIOD
     log_periods = (cfg.LOG_PERIOD, cfg.SOLVER.CHECKPOINT_PERIOD, eval_period)
     results = {}
+    # If the run was killed between the names of a file, those that are missing are made now.
+    periodic_checkpointer.step(start_iter - 1)
 
     with (
         storage,

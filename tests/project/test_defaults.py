@@ -98,7 +98,6 @@ def test_an_impossible_value_is_refused_by_its_key(key, value):
 # What the classes of torch refuse, and what solver.py chooses by.
 SOLVER = {
     "MOMENTUM": (-0.1,),
-    "WEIGHT_DECAY": (-1e-4,),
     "OPTIMIZER": ("Adam",),
     "LR_SCHEDULER_NAME": ("poly", "step"),
 }

@@ -48,10 +48,12 @@ class PeriodicCheckpointer:
         is missing then gets made, and none is written again.
 
         Args:
-            iteration: the one that was trained last.
+            iteration: the one that was trained last; -1 before the first one does nothing.
             force: save a numbered file whatever the period.
             kwargs: what else to keep in the file.
         """
+        if iteration < 0:
+            return
         is_last = self.max_iter is not None and iteration >= self.max_iter - 1
         is_due = force or (self.period > 0 and (iteration + 1) % self.period == 0)
         names = []

@@ -28,8 +28,10 @@ class EventFile:
             self._add(step=purge_step, session_log=SessionLog(status=SessionLog.START))
 
     def add_scalars(self, values: dict[str, float], step: int) -> None:
-        every = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        self._add(step=step, summary=Summary(value=every))
+        summary = Summary()
+        for name, value in values.items():
+            summary.value.add(tag=name, simple_value=value)
+        self._add(step=step, summary=summary)
 
     def add_image(self, name: str, image: torch.Tensor, step: int) -> None:
         self._add(step=step, summary=summary.image(name, image, dataformats="CHW"))

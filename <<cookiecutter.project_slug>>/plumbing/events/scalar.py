@@ -1,4 +1,5 @@
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,13 +10,27 @@ _HISTORY_LENGTH = 1000  # values kept of each scalar, so that memory is bounded
 
 
 class Scalar:
-    """One name in the storage: its history, in which several puts of an iteration are averaged."""
+    """One name in the storage: its history, and the puts that ``reduce`` has not seen.
+
+    The puts wait in their order.  Who asks for the history before ``reduce`` gets the values of
+    this rank: ``preview`` records them for the time being, and keeps a copy of what was before.
+    ``settle`` restores this copy, because the means over the ranks take their place.
+
+    Attributes:
+        waiting_values: tensors of the shape (), and numbers that were put after a tensor.
+        waiting_iterations: an iteration for each of them.
+        waiting_numbers: what was read of them: this rank's values of the first ones, or all.
+    """
 
     def __init__(self, name: str, smoothing_hint: bool) -> None:
         self.name = name
         self.smoothing_hint = smoothing_hint
         self.history = HistoryBuffer(_HISTORY_LENGTH)
-        self.is_waiting = False  # whether the storage holds puts of it that were not reduced
+        self.waiting_values: list[torch.Tensor | float] = []
+        self.waiting_iterations: list[int] = []
+        self.waiting_numbers: list[float] = []
+        self._num_previewed = 0
+        self._before: Scalar | None = None  # a copy from before the preview
         # The puts of the newest iteration; their mean is the newest value of the history.
         self._iteration: int | None = None
         self._sum = 0.0
@@ -38,6 +53,38 @@ class Scalar:
             self._iteration = iteration
         self.history.update(value, iteration)
 
+    def preview(self) -> None:
+        """Record this rank's values, which were read, until ``settle``."""
+        if self._before is None:
+            self._before = Scalar(self.name, self.smoothing_hint)
+            self._before._copy_history(self)
+        for index in range(self._num_previewed, len(self.waiting_numbers)):
+            self.record(self.waiting_numbers[index], self.waiting_iterations[index])
+        self._num_previewed = len(self.waiting_numbers)
+
+    def settle(self, numbers: Sequence[float]) -> None:
+        """Record these numbers in place of what waits; then nothing waits."""
+        if self._before is not None:
+            self._copy_history(self._before)
+        for number, iteration in zip(numbers, self.waiting_iterations):
+            self.record(number, iteration)
+        self._forget_waiting()
+
+    def _forget_waiting(self) -> None:
+        self.waiting_values = []
+        self.waiting_iterations = []
+        self.waiting_numbers = []
+        self._num_previewed = 0
+        self._before = None
+
+    def _copy_history(self, other: "Scalar") -> None:
+        """Take over what another one has recorded; ``self.history`` stays the same object."""
+        self.history.assign(other.history)
+        self._iteration = other._iteration
+        self._sum = other._sum
+        self._count = other._count
+        self._smoothed = None
+
     def smoothed(self, window_size: int) -> float:
         """Return the median of the finite values of the last ``window_size`` iterations.
 
@@ -51,19 +98,6 @@ class Scalar:
             self._smoothed = median(values) if values else self.history.latest()
             self._window_size = window_size
         return self._smoothed
-
-    def copy(self) -> "Scalar":
-        other = Scalar(self.name, self.smoothing_hint)
-        other.assign(self)
-        return other
-
-    def assign(self, other: "Scalar") -> None:
-        """Become a copy of another one; ``self.history`` stays the same object."""
-        self.history.assign(other.history)
-        self._iteration = other._iteration
-        self._sum = other._sum
-        self._count = other._count
-        self._smoothed = None
 
     def load_history(self, state: dict) -> None:
         """Restore the history; a put for its newest iteration replaces the newest value.

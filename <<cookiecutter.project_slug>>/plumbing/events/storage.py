@@ -5,15 +5,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 
 from plumbing import comm
 
 from .history import HistoryBuffer
 from .media import Medium, copied_image, make_histogram
-from .reduction import average_over_ranks, gather_numbers, require_finite_losses
+from .reduction import average_over_ranks, gather_numbers, list_values, require_finite_losses
 from .scalar import Scalar, checked_number, require_scalar, without_dimensions
-from .waiting import WaitingPuts
+from .waiting import kept, read
 
 _WAITING_LENGTH = 100_000  # tensors that may wait, should nothing ever be due
 _MEDIA_LENGTH = 1000  # images, and histograms, that may wait for a writer
@@ -58,7 +58,7 @@ class EventStorage:
         self.start_iter = start_iter
         self._prefix = ""
         self._scalars: dict[str, Scalar] = {}
-        self._waiting = WaitingPuts()  # what ``reduce`` has not seen
+        self._num_waiting = 0  # tensors that ``reduce`` has not seen
         # Only rank 0 has writers.  detectron2's writers know these two names.
         length = _MEDIA_LENGTH if comm.is_main_process() else 0
         self._vis_data: deque[Medium] = deque(maxlen=length)
@@ -103,23 +103,28 @@ class EventStorage:
             cur_iter: the iteration, by default ``iter``.
         """
         # In a compiled model: traced, the lists below would be compiled anew in each iteration.
-        if is_compiling():
+        if is_dynamo_compiling():
             torch.compiler.disable(self.put_scalar)(name, value, smoothing_hint, cur_iter)
             return
-        name = self._prefix + name
+        iteration = self.iter if cur_iter is None else cur_iter
+        self._put(self._prefix + name, value, smoothing_hint, iteration)
+
+    def _put(self, name: str, value: Any, smoothing_hint: bool, iteration: int) -> None:
         scalar = self._scalars.get(name)
         if scalar is None or scalar.smoothing_hint != smoothing_hint:
             scalar = self._new_scalar(name, value, smoothing_hint)
-        iteration = self.iter if cur_iter is None else cur_iter
         if isinstance(value, torch.Tensor):
             if value.ndim > 0:
                 value = without_dimensions(name, value)
-            self._waiting.add_tensor(scalar, iteration, value)
-            if self._waiting.num_tensors >= _WAITING_LENGTH:
+            scalar.waiting_values.append(kept(value))
+            scalar.waiting_iterations.append(iteration)
+            self._num_waiting += 1
+            if self._num_waiting >= _WAITING_LENGTH:
                 self.reduce()
-        elif scalar.is_waiting:
+        elif scalar.waiting_values:
             # It must come after the tensors of its name that were put earlier.
-            self._waiting.add_number(scalar, iteration, checked_number(name, value))
+            scalar.waiting_values.append(checked_number(name, value))
+            scalar.waiting_iterations.append(iteration)
         else:
             scalar.record(checked_number(name, value), iteration)
 
@@ -139,12 +144,16 @@ class EventStorage:
         cur_iter: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Call ``put_scalar`` for each item of a dict and for each keyword.
+        """Do what ``put_scalar`` does for each item of a dict and for each keyword.
 
         A name that is given twice is an error.  Scalars called smoothing_hint or cur_iter, as the
         two arguments are, can only be in the dict.
         """
-        if isinstance(smoothing_hint, torch.Tensor) or isinstance(cur_iter, torch.Tensor):
+        if is_dynamo_compiling():
+            put_scalars = torch.compiler.disable(self.put_scalars)
+            put_scalars(scalars, smoothing_hint=smoothing_hint, cur_iter=cur_iter, **kwargs)
+            return
+        if not isinstance(smoothing_hint, bool) or isinstance(cur_iter, torch.Tensor):
             raise TypeError("put_scalars: smoothing_hint and cur_iter are arguments; put a dict")
         if scalars is None:
             scalars = kwargs
@@ -153,8 +162,9 @@ class EventStorage:
             if repeated:
                 raise TypeError(f"put_scalars: got {', '.join(repeated)} twice")
             scalars = {**scalars, **kwargs}
+        iteration = self.iter if cur_iter is None else cur_iter
         for name, value in scalars.items():
-            self.put_scalar(name, value, smoothing_hint, cur_iter)
+            self._put(self._prefix + name, value, smoothing_hint, iteration)
 
     def reduce(self) -> None:
         """Read what waits and average it over the ranks; ``*_time`` is the maximum.  Collective.
@@ -163,19 +173,23 @@ class EventStorage:
             NonFiniteError: a tensor with "loss" in its name is not finite on some rank.  All ranks
                 raise it, after everything was recorded.
         """
-        puts = self._waiting.puts
-        numbers = self._waiting.numbers()
+        scalars = [scalar for scalar in self._scalars.values() if scalar.waiting_values]
+        read(scalars)
+        numbers = [scalar.waiting_numbers for scalar in scalars]
         ranks = [numbers]
         if comm.get_world_size() > 1:
-            ranks = gather_numbers(puts, numbers)
-            numbers = average_over_ranks(puts, ranks)
-        self._waiting.clear()
-        for put, number in zip(puts, numbers):
-            put.scalar.record(number, put.iteration)
+            ranks = gather_numbers(scalars, numbers)
+            numbers = average_over_ranks(scalars, ranks)
+        values = []
         # One sum tells in nearly all cases that there is nothing to look for.
-        if not math.isfinite(sum(map(sum, ranks))):
+        if not math.isfinite(sum(sum(row) for rank in ranks for row in rank)):
+            values = list_values(scalars, ranks)
+        for scalar, row in zip(scalars, numbers):
+            scalar.settle(row)
+        self._num_waiting = 0
+        if values:
             learning_rates = self._scalars["lr"].history.values() if "lr" in self._scalars else []
-            require_finite_losses(puts, ranks, learning_rates)
+            require_finite_losses(values, learning_rates)
 
     # Scalars: what comes out.  Before ``reduce`` the values are this rank's own.
 
@@ -184,8 +198,16 @@ class EventStorage:
         return self.histories()[name]
 
     def histories(self) -> dict[str, HistoryBuffer]:
-        self._waiting.record()
+        self._preview()
         return {name: scalar.history for name, scalar in self._scalars.items()}
+
+    def _preview(self) -> None:
+        """Record what waits in the histories, until ``reduce``."""
+        scalars = [scalar for scalar in self._scalars.values() if scalar.waiting_values]
+        if scalars:
+            read(scalars)
+            for scalar in scalars:
+                scalar.preview()
 
     def latest(self) -> dict[str, tuple[float, int]]:
         """Return {name: (newest value, its iteration)}."""
@@ -200,7 +222,7 @@ class EventStorage:
         It is the median over the last ``window_size`` iterations, without values that are not
         finite: a skipped step must not hide the others.
         """
-        self._waiting.record()
+        self._preview()
         latest = {}
         for name, scalar in self._scalars.items():
             history = scalar.history
@@ -219,7 +241,7 @@ class EventStorage:
 
     def put_image(self, img_name: str, img_tensor: torch.Tensor) -> None:
         """Keep an image for the writers: (C, H, W), RGB or grey, uint8 or float in [0, 1]."""
-        if is_compiling():
+        if is_dynamo_compiling():
             torch.compiler.disable(self.put_image)(img_name, img_tensor)
         elif self._vis_data.maxlen > 0:
             name = self._prefix + img_name
@@ -231,7 +253,7 @@ class EventStorage:
         Of a complex tensor it shows the magnitudes, of a sparse tensor the elements that are
         stored.
         """
-        if is_compiling():
+        if is_dynamo_compiling():
             torch.compiler.disable(self.put_histogram)(hist_name, hist_tensor, bins)
         elif self._histograms.maxlen > 0:
             name = self._prefix + hist_name
@@ -260,7 +282,7 @@ class EventStorage:
 
     def load_state_dict(self, state: dict) -> None:
         """Restore everything; the next iteration is the first of this session."""
-        self._waiting.clear()
+        self._num_waiting = 0
         self.iter = state["iter"]
         self.start_iter = self.iter + 1
         self._scalars = {}

@@ -1,111 +1,59 @@
+"""The values of tensors that were put: kept on their device, and read when something is due."""
+
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable
 
 import torch
 
 from .scalar import Scalar
 
 
-class Put(NamedTuple):
-    """A value that waits: a tensor of the shape (), or a number that was put after one."""
+def kept(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the shape () that keeps the present value; nothing is read.
 
-    scalar: Scalar
-    iteration: int
-    value: torch.Tensor | float
-    version: int | None = None  # of a tensor whose memory was not copied
-
-    @property
-    def is_tensor(self) -> bool:
-        return not isinstance(self.value, float)
-
-
-class WaitingPuts:
-    """The puts since the last ``clear``, in their order.
-
-    Who asks for values that wait gets those of this rank.  ``record`` then puts them into the
-    histories for the time being, and copies the scalars before; ``clear`` restores these copies,
-    for the means over the ranks are to take their place.
+    The memory of a tensor may be written again: by its owner, by the optimizer, or by the next
+    iteration of a compiled model that uses CUDA graphs.  So it is copied.  The losses on a CPU are
+    not, since copies would double the time of a put: memory that an operation of autograd has just
+    filled belongs to nobody else.  If it is changed in place nevertheless, ``read`` notices.
     """
-
-    def __init__(self) -> None:
-        self.puts: list[Put] = []
-        self.num_tensors = 0
-        self._numbers: list[float] = []  # the values of the first puts, once they were read
-        self._num_recorded = 0
-        self._before: dict[Scalar, Scalar] = {}  # copies of the scalars concerned
-
-    def add_number(self, scalar: Scalar, iteration: int, number: float) -> None:
-        self.puts.append(Put(scalar, iteration, number))
-
-    def add_tensor(self, scalar: Scalar, iteration: int, tensor: torch.Tensor) -> None:
-        """Keep a tensor of the shape () on its device; nothing is read."""
-        # Its memory may be written again: by its owner, by the optimizer, or by the next iteration
-        # of a compiled model that uses CUDA graphs.  So it is copied, but for the losses on a CPU,
-        # since copies would double the time of a put: memory that an operation of autograd has
-        # just filled belongs to nobody else.  Should it be changed in place nevertheless, then the
-        # version tells.  Autograd counts it for this purpose, but without a public name.
-        if tensor.is_leaf or tensor._is_view() or not tensor.is_cpu:
-            put = Put(scalar, iteration, tensor.detach().clone())
-        else:
-            put = Put(scalar, iteration, tensor.detach(), tensor._version)
-        self.puts.append(put)
-        self.num_tensors += 1
-        scalar.is_waiting = True
-
-    def numbers(self) -> list[float]:
-        """Return the values of the puts, on this rank; those that were not read before are read."""
-        unread = self.puts[len(self._numbers) :]
-        if unread:
-            self._numbers += _read(unread)
-        return self._numbers
-
-    def record(self) -> None:
-        """Record the values of this rank, until ``clear``."""
-        numbers = self.numbers()
-        for index in range(self._num_recorded, len(numbers)):
-            scalar = self.puts[index].scalar
-            if scalar not in self._before:
-                self._before[scalar] = scalar.copy()
-            scalar.record(numbers[index], self.puts[index].iteration)
-        self._num_recorded = len(numbers)
-
-    def clear(self) -> None:
-        """Forget the puts, and take back what ``record`` did."""
-        for scalar, before in self._before.items():
-            scalar.assign(before)
-        for put in self.puts:
-            put.scalar.is_waiting = False
-        self.puts = []
-        self.num_tensors = 0
-        self._numbers = []
-        self._num_recorded = 0
-        self._before = {}
+    if not tensor.requires_grad:
+        return tensor.clone()
+    # Autograd counts the changes of a tensor in place, but the count has no public name.
+    is_just_filled = not tensor.is_leaf and not tensor._is_view() and tensor._version == 0
+    if is_just_filled and tensor.is_cpu:
+        return tensor.detach()
+    return tensor.detach().clone()
 
 
-def _read(puts: Sequence[Put]) -> list[float]:
-    """Return the values, those on an accelerator with one copy for each data type.
+def read(scalars: Iterable[Scalar]) -> None:
+    """Read what waits and was not read before, on an accelerator with one copy for each dtype.
 
     Raises:
         ValueError: a tensor was changed in place after it was put.
     """
-    numbers = []
-    on_accelerator = defaultdict(list)  # {(dtype, device): indices of puts}
-    for index, (scalar, _, value, version) in enumerate(puts):
-        if isinstance(value, float):
-            numbers.append(value)
-        elif value.is_cpu:
-            if version is not None and version != value._version:
-                raise ValueError(
-                    f"scalar {scalar.name}: the tensor was changed in place after it was put; "
-                    "put tensor.clone() instead"
-                )
-            numbers.append(float(value.item()))
-        else:
-            numbers.append(0.0)  # its place
-            on_accelerator[value.dtype, value.device].append(index)
-    for indices in on_accelerator.values():
-        together = torch.stack([puts[index].value for index in indices])
-        for index, number in zip(indices, together.tolist()):
+    on_accelerator = defaultdict(list)  # {(dtype, device): [(numbers, index in them, tensor)]}
+    for scalar in scalars:
+        numbers = scalar.waiting_numbers
+        for value in scalar.waiting_values[len(numbers) :]:
+            if isinstance(value, float):
+                numbers.append(value)
+            elif value.is_cpu:
+                # A tensor of inference mode has no count of its changes; it is always a copy.
+                if not value.is_inference() and value._version != 0:
+                    _refuse_changed(scalar.name)
+                numbers.append(float(value.item()))
+            else:
+                place = (numbers, len(numbers), value)
+                on_accelerator[value.dtype, value.device].append(place)
+                numbers.append(0.0)
+    for places in on_accelerator.values():
+        together = torch.stack([tensor for _, _, tensor in places])
+        for (numbers, index, _), number in zip(places, together.tolist()):
             numbers[index] = float(number)
-    return numbers
+
+
+def _refuse_changed(name: str) -> None:
+    raise ValueError(
+        f"scalar {name}: the tensor was changed in place after it was put; put tensor.clone() "
+        "instead"
+    )
