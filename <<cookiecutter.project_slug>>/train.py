@@ -2,8 +2,7 @@
 
     python train.py --config cfg.yaml                               one process, on a GPU or the CPU
     torchrun --nproc_per_node 8 train.py --config cfg.yaml          8 processes on one machine
-    torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29500 [...]
-                                                                    the same on each of 2 machines
+    torchrun --nnodes 2 --rdzv_backend c10d --rdzv_endpoint HOST:29500 [...]   on each of 2 machines
 
 Add --resume to continue a run, --eval-only to only evaluate, KEY VALUE to change a setting.
 """
@@ -59,8 +58,7 @@ def do_test(cfg, model):
         evaluators = build_evaluators(cfg, name)
         metrics = inference_on_dataset(model, data_loader, evaluators, name)
         log_results(name, metrics)
-        for key, value in metrics.items():
-            results[f"{name}/{key}"] = value
+        results.update({f"{name}/{key}": value for key, value in metrics.items()})
     return results
 
 
@@ -111,8 +109,7 @@ def do_train(cfg, model, resume=False):
     eval_period = cfg.TEST.EVAL_PERIOD
     log_periods = (cfg.LOG_PERIOD, cfg.SOLVER.CHECKPOINT_PERIOD, eval_period)
     results = {}
-    # If the run was killed between the names of a file, those that are missing are made now.
-    periodic_checkpointer.step(start_iter - 1)
+    periodic_checkpointer.step(start_iter - 1)  # completes a save that a kill cut off
 
     with (
         storage,
@@ -203,6 +200,7 @@ def main(args):
     """Train, or only evaluate.  Returns the results, or None if a signal stopped the training."""
     cfg = setup(args)
     model = build_model(cfg).to(cfg.MODEL.DEVICE)
+    logger.info("Parameters of the model: %d", sum(p.numel() for p in model.parameters()))
     if args.eval_only:
         checkpointer = Checkpointer(model, cfg.OUTPUT_DIR)
         checkpointer.resume_or_load(cfg.MODEL.WEIGHTS, resume=args.resume)

@@ -1180,3 +1180,9 @@ def test_what_is_read_early_because_too_much_waits_is_held_to_the_same_as_the_re
     storage.put_scalar("loss", scalar(math.nan))
     with pytest.raises(NonFiniteError, match="iteration 0"):
         storage.put_scalar("loss", scalar(1))  # more than may wait
+
+
+@pytest.mark.parametrize("value", [torch.zeros(()), torch.zeros(64, 10), [torch.zeros(())], 1.0])
+def test_a_model_that_does_not_return_a_dict_of_losses_is_an_error_that_says_so(value):
+    with EventStorage() as storage, pytest.raises(TypeError, match="a dict of losses"):
+        storage.put_scalars(value)

@@ -148,6 +148,9 @@ class EventStorage:
 
         A name that is given twice is an error.  Scalars called smoothing_hint or cur_iter, as the
         two arguments are, can only be in the dict.
+
+        Raises:
+            TypeError: what is put is not a dict, for example what a model has predicted.
         """
         if is_dynamo_compiling():
             put_scalars = torch.compiler.disable(self.put_scalars)
@@ -157,6 +160,12 @@ class EventStorage:
             raise TypeError("put_scalars: smoothing_hint and cur_iter are arguments; put a dict")
         if scalars is None:
             scalars = kwargs
+        elif not isinstance(scalars, Mapping):
+            shape = tuple(getattr(scalars, "shape", ()))
+            raise TypeError(
+                f"put_scalars: needs a dict of scalars, got a {type(scalars).__name__} {shape}; in"
+                " training a model has to return a dict of losses: is it in evaluation mode?"
+            )
         elif kwargs:
             repeated = sorted(set(scalars) & set(kwargs))
             if repeated:
