@@ -128,6 +128,11 @@ def open_recipe(name):
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     make_project(folder)
+    # The base may have changed since the patch was written.  The template's repository still has
+    # the old files, from which git can merge.
+    objects = git("rev-parse", "--path-format=absolute", "--git-path", "objects", cwd=ROOT)
+    alternates = folder / ".git" / "objects" / "info" / "alternates"
+    alternates.write_text(objects.stdout, encoding="utf-8")
     if name not in names():
         (folder / HEADER_FILE).write_text(NEW_HEADER.format(name=name), encoding="utf-8")
         print(f"{folder}: a new recipe; edit it and {HEADER_FILE}, then save")

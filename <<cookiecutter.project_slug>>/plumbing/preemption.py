@@ -157,7 +157,7 @@ class StopRequest:
                 if store.check(["asked"]):
                     return
         except dist.DistError:
-            self._signals.asked = True
+            self._signals.launcher_is_gone()
 
 
 def current_request() -> StopRequest | None:

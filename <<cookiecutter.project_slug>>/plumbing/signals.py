@@ -94,6 +94,12 @@ class SignalWatcher:
         os.close(self._pipe)
         os.close(self._pipe_end)
 
+    def launcher_is_gone(self) -> None:
+        """Ask for a stop, because nobody else can stop this run any more; in any thread."""
+        if not self.asked:
+            self.asked = True
+            _log("torchrun is gone: this run is saved and stops at the end of the iteration")
+
     def leave_to_parent(self) -> None:
         """In a process that was forked off this one, let signals do what they did before.
 
@@ -123,8 +129,7 @@ class SignalWatcher:
             # A process whose parent ends gets another parent.
             if self._has_torchrun and os.getppid() != self._parent:
                 self._has_torchrun = False
-                self.asked = True
-                _log("torchrun is gone: this run is saved and stops at the end of the iteration")
+                self.launcher_is_gone()
 
     def _signal_came(self, number: int) -> None:
         name = signal.Signals(number).name
