@@ -91,8 +91,9 @@ def test_a_recipe_applies_and_its_undoing_leaves_the_files_as_they_were(project,
     done = recipes.apply(name, project)
     assert done.returncode == 0, done.stderr
     assert git("status", "--porcelain", cwd=project).stdout
-    done = recipes.apply(name, project, "-R")
+    done = git("apply", "-R", recipes.RECIPES / f"{name}.patch", cwd=project, check=False)
     assert done.returncode == 0, done.stderr
+    git("add", "--all", ".", cwd=project)
     assert git("status", "--porcelain", cwd=project).stdout == ""
 
 
