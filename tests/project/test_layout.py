@@ -23,6 +23,7 @@ ORDER = [
     "signals",
     "preemption",
     "samplers",
+    "seeding",
     "shared_memory",
     "workers",
     "prefetch",
