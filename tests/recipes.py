@@ -76,7 +76,7 @@ def apply(name, folder, *options):
     """Apply a recipe as ``make recipe`` does.  Returns the finished process of git."""
     patch = RECIPES / f"{name}.patch"
     # A copied folder has other times than git noted, and would seem to be edited.
-    git("update-index", "--quiet", "--refresh", cwd=folder, check=False)
+    git("update-index", "-q", "--refresh", cwd=folder)
     return git("apply", "--3way", "--whitespace=nowarn", *options, patch, cwd=folder, check=False)
 
 

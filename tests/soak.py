@@ -216,6 +216,8 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--project", type=Path, default=TEMPLATE_PROJECT)
     args = parser.parse_args()
+    # What killed processes leave behind is tidied up at the end, without a word.
+    os.environ["PYTHONWARNINGS"] = "ignore:resource_tracker"
     multiprocessing.set_forkserver_preload(PRELOAD)
     sys.path.insert(0, str(args.project))
     from plumbing.checkpoint import load_file
