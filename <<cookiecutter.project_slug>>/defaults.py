@@ -159,6 +159,12 @@ def check_cfg(cfg, num_ranks):
         raise SettingsError(f"TEST.BATCH_SIZE: {test.BATCH_SIZE} must be at least 1")
     if not 0 < solver.BASE_LR < math.inf:
         raise SettingsError(f"SOLVER.BASE_LR: {solver.BASE_LR} must be a number above 0")
+    if not 0 <= solver.BASE_LR_END <= solver.BASE_LR:
+        raise SettingsError(f"SOLVER.BASE_LR_END: {solver.BASE_LR_END} must be 0 to SOLVER.BASE_LR")
+    if not 0 < solver.GAMMA < math.inf:
+        raise SettingsError(f"SOLVER.GAMMA: {solver.GAMMA} must be a number above 0")
+    if not (0 <= solver.WEIGHT_DECAY < math.inf and 0 <= solver.WEIGHT_DECAY_NORM < math.inf):
+        raise SettingsError("SOLVER.WEIGHT_DECAY, SOLVER.WEIGHT_DECAY_NORM: must be at least 0")
     if not solver.CLIP_GRAD_NORM > 0:
         rule = "must be above 0, or inf for no clipping"
         raise SettingsError(f"SOLVER.CLIP_GRAD_NORM: {solver.CLIP_GRAD_NORM} {rule}")

@@ -98,6 +98,9 @@ def _be_rank(rank, port, function, args):
         TORCHELASTIC_USE_AGENT_STORE="True",
     )
     function(*args)
+    # Threads of the process group that are still at work would abort the exit.
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 @pytest.fixture

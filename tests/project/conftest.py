@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import time
+import warnings
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,6 +41,9 @@ SMALL = """
     SOLVER.BASE_LR 0.3 SOLVER.WARMUP_ITERS 2 LOG_PERIOD 3 SOLVER.CHECKPOINT_PERIOD 2
     SOLVER.CHECKPOINTS_TO_KEEP 9 TEST.EVAL_PERIOD 4
 """
+
+# torch wants to write to the real stderr, which pytest has replaced.  Tests read what is printed.
+warnings.filterwarnings("ignore", "Unable to enable fault handler")
 
 torch.set_num_threads(1)  # as everywhere below: then sums are the same to the bit
 os.fsync = lambda descriptor: None  # these files need not outlive a power cut; a disk may take long

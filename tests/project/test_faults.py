@@ -273,7 +273,7 @@ class Malicious:
 SAVES = {
     "archive": torch.save,
     "torch before 1.6": functools.partial(torch.save, _use_new_zipfile_serialization=False),
-    "pickle": lambda checkpoint, path: path.write_bytes(pickle.dumps(checkpoint)),
+    "pickle": lambda checkpoint, path: path.write_bytes(pickle.dumps(checkpoint, 2)),
 }
 PARTS = ("model", "optimizer", "iteration", "storage")
 

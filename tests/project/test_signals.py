@@ -8,6 +8,7 @@ import time
 
 import pytest
 from conftest import ROOT, TIMEOUT
+from shells import wait_until
 
 # Each script prints a line when the signals may come.
 SCRIPT = """
@@ -97,7 +98,7 @@ def lives(pid):
 def test_a_second_signal_ends_a_process_that_is_stuck_and_its_workers(tmp_path, scene, number):
     status, output, worker = run_scene(tmp_path, scene, number, number)
     assert status == 128 + number
-    assert not lives(worker)
+    wait_until(lambda: not lives(worker), seconds=10)
     if scene != "stuck_with_the_log":
         assert "another signal after 2 s or more ends it at once" in output
         assert f"{number.name} again: this run ends at once" in output
@@ -117,4 +118,4 @@ def test_a_repeated_sigterm_does_not_cost_the_save_of_a_run_that_stops(tmp_path)
 def test_sigint_ends_a_save_that_hangs(tmp_path):
     status, output, worker = run_scene(tmp_path, "saving", signal.SIGTERM, signal.SIGINT)
     assert status == 128 + signal.SIGINT
-    assert not lives(worker)
+    wait_until(lambda: not lives(worker), seconds=10)
