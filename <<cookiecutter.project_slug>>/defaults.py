@@ -8,6 +8,7 @@ a period of 0 means only then, a negative period never.
 import math
 import os
 
+import torch
 from yacs.config import CfgNode
 
 from plumbing.errors import SettingsError
@@ -175,6 +176,9 @@ def check_cfg(cfg, num_ranks):
         raise SettingsError(f"FLOAT32_PRECISION: {cfg.FLOAT32_PRECISION!r} {rule}")
     if cfg.MODEL.DEVICE not in ("auto", "cpu", "cuda"):
         raise SettingsError(f"MODEL.DEVICE: {cfg.MODEL.DEVICE!r} must be auto, cpu or cuda")
+    if cfg.MODEL.COMPILE and cfg.MODEL.COMPILE not in torch.compiler.list_backends(()):
+        backends = ", ".join(torch.compiler.list_backends())
+        raise SettingsError(f"MODEL.COMPILE: {cfg.MODEL.COMPILE!r} must be one of {backends}")
     if solver.AMP.DTYPE not in ("bfloat16", "float16"):
         raise SettingsError(f"SOLVER.AMP.DTYPE: {solver.AMP.DTYPE!r} must be bfloat16 or float16")
     if test.BEST_MODE not in ("max", "min"):

@@ -8,6 +8,7 @@ that the model was trained with are in the checkpoint.
 
 import argparse
 import sys
+import textwrap
 
 import numpy as np
 import torch
@@ -27,7 +28,11 @@ def load_model(path):
     cfg = get_cfg()
     merge_text(cfg, checkpoint["config"], path)
     model = build_model(cfg)
-    model.load_state_dict(checkpoint["model"])
+    try:
+        model.load_state_dict(checkpoint["model"])
+    except RuntimeError as error:
+        reason = textwrap.shorten(str(error).partition("\n")[2], 200)
+        raise SettingsError(f"{path} does not fit model.py: {reason}") from None
     return model.eval()
 
 

@@ -1,6 +1,7 @@
 """The optimizer, its parameter groups, the learning rate schedule and mixed precision."""
 
 import bisect
+import contextlib
 import math
 from types import SimpleNamespace
 
@@ -8,7 +9,7 @@ import torch
 from torch import nn
 
 from plumbing.errors import SettingsError
-from plumbing.precision import GradScaler, mixed_precision
+from plumbing.gradients import GradScaler
 from plumbing.schedule import LRMultiplier
 
 NORM_LAYERS = (
@@ -32,6 +33,8 @@ def check_solver(cfg):
         build_lr_scheduler(cfg, optimizer)
         # Past the warm-up, which does not look at the name of the schedule.
         lr_multiplier(cfg.SOLVER, cfg.SOLVER.MAX_ITER)
+    except SettingsError:
+        raise
     except ValueError as error:
         raise SettingsError(f"SOLVER: {error}") from None
 
@@ -45,7 +48,7 @@ def build_optimizer(cfg, model):
             return torch.optim.SGD(groups, solver.BASE_LR, momentum=solver.MOMENTUM, fused=True)
         case "AdamW":
             return torch.optim.AdamW(groups, solver.BASE_LR, betas=solver.BETAS, fused=True)
-    raise SettingsError(f"OPTIMIZER: {solver.OPTIMIZER!r} must be SGD or AdamW")
+    raise SettingsError(f"SOLVER.OPTIMIZER: {solver.OPTIMIZER!r} must be SGD or AdamW")
 
 
 def build_param_groups(cfg, model):
@@ -92,13 +95,15 @@ def lr_multiplier(solver, iteration):
             progress = (iteration - solver.WARMUP_ITERS) / length
             end = solver.BASE_LR_END / solver.BASE_LR
             return end + (1 - end) * 0.5 * (1 + math.cos(math.pi * progress))
-    name = solver.LR_SCHEDULER_NAME
-    raise SettingsError(f"LR_SCHEDULER_NAME: {name!r} must be constant, multistep or cosine")
+    rule = "must be constant, multistep or cosine"
+    raise SettingsError(f"SOLVER.LR_SCHEDULER_NAME: {solver.LR_SCHEDULER_NAME!r} {rule}")
 
 
 def build_autocast(cfg):
-    """A context for the forward pass; it does nothing unless SOLVER.AMP.ENABLED is True."""
-    return mixed_precision(cfg.MODEL.DEVICE, cfg.SOLVER.AMP.ENABLED, cfg.SOLVER.AMP.DTYPE)
+    """The context of a forward pass; it does nothing unless SOLVER.AMP.ENABLED is True."""
+    if not cfg.SOLVER.AMP.ENABLED:
+        return contextlib.nullcontext()
+    return torch.autocast(cfg.MODEL.DEVICE, getattr(torch, cfg.SOLVER.AMP.DTYPE))
 
 
 def build_grad_scaler(cfg):

@@ -8,7 +8,6 @@ Add --resume to continue a run, --eval-only to only evaluate, KEY VALUE to chang
 """
 
 import logging
-import os
 
 from data import build_test_loader, build_train_loader
 from defaults import check_cfg, expand_paths, get_cfg
@@ -20,10 +19,10 @@ from plumbing.checkpoint import BestCheckpointer, Checkpointer, PeriodicCheckpoi
 from plumbing.environment import log_environment, setup_backends
 from plumbing.errors import SettingsError
 from plumbing.events import EventStorage, default_writers, open_writers, save_results
-from plumbing.gradients import clip_grad_norm_
+from plumbing.gradients import clip_grad_norm_, gradient_sync
 from plumbing.inference import inference_on_dataset, log_results
-from plumbing.launch import choose_device, init_process_group, launch
-from plumbing.parallel import DistributedDataParallel, gradient_sync
+from plumbing.launch import choose_device, init_process_group, launch, launched_ranks
+from plumbing.parallel import DistributedDataParallel
 from plumbing.preemption import StopRequest
 from plumbing.random_state import set_random_state
 from plumbing.run_folder import open_run
@@ -56,6 +55,7 @@ def do_test(cfg, model):
         set_random_state(cfg.SEED)  # so that each evaluation draws the same random numbers
         data_loader = build_test_loader(cfg, name)
         evaluators = build_evaluators(cfg, name)
+        # In evaluation mode, without gradients; afterwards the model is as before.
         metrics = inference_on_dataset(model, data_loader, evaluators, name)
         log_results(name, metrics)
         results.update({f"{name}/{key}": value for key, value in metrics.items()})
@@ -65,6 +65,7 @@ def do_test(cfg, model):
 def evaluate(cfg, model, storage, best_checkpointer, iteration):
     """Evaluate during a training: log the results, and keep the model if it is the best so far."""
     results = do_test(cfg, model)
+    # Logged with the next iteration that is; without the hint a value is not shown as a median.
     storage.put_scalars(results, smoothing_hint=False)
     best_checkpointer.step(iteration, results)
     return results
@@ -79,7 +80,7 @@ def do_train(cfg, model, resume=False):
     scaler = build_grad_scaler(cfg)
     autocast = build_autocast(cfg)
 
-    # The checkpointer saves everything that a resumed run needs; it also keeps the settings.
+    # The checkpointer saves all that a resumed run needs, and the settings for predict.py.
     storage = EventStorage()
     checkpointer = Checkpointer(
         model,
@@ -90,6 +91,7 @@ def do_train(cfg, model, resume=False):
         scaler=scaler,
         storage=storage,
     )
+    # MODEL.WEIGHTS gives the model alone, so without a resume there is no iteration.
     checkpoint = checkpointer.resume_or_load(cfg.MODEL.WEIGHTS, resume=resume)
     start_iter = checkpoint.get("iteration", -1) + 1
     max_iter = cfg.SOLVER.MAX_ITER
@@ -104,19 +106,19 @@ def do_train(cfg, model, resume=False):
         keep_period=cfg.SOLVER.CHECKPOINT_KEEP_PERIOD,
     )
     best_checkpointer = BestCheckpointer(checkpointer, cfg.TEST.BEST_METRIC, cfg.TEST.BEST_MODE)
+    # Each item is a list of micro-batches on the device of the model; it never ends by itself.
     data_loader = TimedLoader(build_train_loader(cfg, start_iter), cfg.SOLVER.BATCH_SIZE)
+    # Rows of metrics.json from start_iter on are deleted: the resumed run writes them again.
+    writers = default_writers(cfg.OUTPUT_DIR, max_iter, start_iter)
     run_settings.save_settings(cfg, cfg.OUTPUT_DIR)
     eval_period = cfg.TEST.EVAL_PERIOD
     log_periods = (cfg.LOG_PERIOD, cfg.SOLVER.CHECKPOINT_PERIOD, eval_period)
     results = {}
     periodic_checkpointer.step(start_iter - 1)  # completes a save that a kill cut off
 
-    with (
-        storage,
-        data_loader,
-        open_writers(default_writers(cfg.OUTPUT_DIR, max_iter, start_iter)) as writers,
-        StopRequest() as request,
-    ):
+    # Inside, get_event_storage() is this storage, in the model too.  At the end the writers write
+    # what is left, and the loader ends its workers.  The request sees a signal to any rank.
+    with storage, data_loader, open_writers(writers) as writers, StopRequest() as request:
         # If the run was killed after a save, what follows the save is still to do.
         storage.iter = start_iter - 1
         if is_due(storage.iter, max_iter, eval_period):
@@ -135,7 +137,7 @@ def do_train(cfg, model, resume=False):
                 with gradient_sync(model, enabled=index == len(micro_batches) - 1):
                     with autocast:
                         loss_dict = model(data)
-                    storage.put_scalars(loss_dict)
+                    storage.put_scalars(loss_dict)  # the mean over the micro-batches is logged
                     losses = sum(loss_dict.values())
                     scaler.scale(losses / len(micro_batches)).backward()
                 storage.put_scalar("total_loss", losses)
@@ -149,9 +151,11 @@ def do_train(cfg, model, resume=False):
             storage.put_scalar("lr", optimizer.param_groups[0]["lr"], smoothing_hint=False)
             scheduler.step()
 
-            # Log before saving: a loss that is not finite raises here, on all ranks.
+            # After a signal, True in the same iteration on all ranks.
             stop = request.agreed()
             if stop or iteration == 0 or is_due(iteration, max_iter, *log_periods):
+                # Reads the tensors that were put, averages them over the ranks, and raises on all
+                # of them if a loss is not finite: that must come before a save.
                 storage.reduce()
                 storage.put_scalars(data_loader.times(), smoothing_hint=False)
                 for writer in writers:
@@ -173,14 +177,10 @@ def setup(args):
     cfg = get_cfg()
     merge_settings(cfg, args.config, args.opts)
     expand_paths(cfg)
-    check_cfg(cfg, num_ranks=int(os.environ.get("WORLD_SIZE", 1)))
+    check_cfg(cfg, num_ranks=launched_ranks())
     check_solver(cfg)
-    resumable = args.resume and run_settings.has_checkpoint(cfg.OUTPUT_DIR)
-    if args.eval_only and not (cfg.MODEL.WEIGHTS or resumable):
-        raise SettingsError(
-            "--eval-only needs a model: set MODEL.WEIGHTS to a checkpoint, or add --resume for the"
-            f" newest one in {cfg.OUTPUT_DIR}"
-        )
+    if args.eval_only:
+        run_settings.require_model(cfg.MODEL.WEIGHTS, cfg.OUTPUT_DIR, args.resume)
 
     device = choose_device(cfg.MODEL.DEVICE)
     cfg.MODEL.DEVICE = device.type

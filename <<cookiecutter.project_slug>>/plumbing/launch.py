@@ -37,6 +37,11 @@ _POLL_SECONDS = 0.02
 # Start
 
 
+def launched_ranks() -> int:
+    """Return the number of ranks that a launcher starts together, before they have met."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
 def choose_device(name: str) -> torch.device:
     """Choose the device of this rank.
 
@@ -81,7 +86,7 @@ def init_process_group(device: torch.device, timeout_seconds: float) -> None:
         SettingsError: WORLD_SIZE is set, but no launcher has set the rest.
         TimeoutError: not all ranks have come.
     """
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    world_size = launched_ranks()
     if world_size == 1 or dist.is_initialized():
         return
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
@@ -278,6 +283,10 @@ def _log_the_end() -> None:
             "Stopped by a signal; the same command with --resume continues from %s",
             last_checkpoint(),
         )
+        return
+    if os.path.dirname(last_checkpoint()) != folder:
+        # An evaluation of MODEL.WEIGHTS, which writes nothing but the log.
+        logger.info("Finished.  Log: %s", folder)
         return
     logger.info(
         "Finished.  Results: %s; newest checkpoint: %s; curves: tensorboard --logdir %s",

@@ -1,14 +1,11 @@
 """Data parallel training: each rank has a copy of the model, and they average the gradients."""
 
-import contextlib
 from typing import Any
 
 import torch
 from torch import nn
 
 from plumbing.errors import SettingsError
-
-_NOTHING = contextlib.nullcontext()
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
@@ -88,21 +85,3 @@ def unwrap(model: nn.Module) -> nn.Module:
             model = model._modules["_orig_mod"]
         else:
             return model
-
-
-def gradient_sync(model: nn.Module, enabled: bool) -> contextlib.AbstractContextManager:
-    """Return the context of a forward and backward pass: whether the ranks average the gradients.
-
-    Gradients that were not averaged stay in the parameters and are averaged with the next ones.
-
-    Args:
-        model: a model that is not a DistributedDataParallel has nothing to average.
-        enabled: False for every micro-batch of an iteration except the last one.
-    """
-    if enabled:
-        return _NOTHING
-    if "_orig_mod" in model._modules:
-        model = model._modules["_orig_mod"]
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        return model.no_sync()
-    return _NOTHING

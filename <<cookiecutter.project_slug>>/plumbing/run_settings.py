@@ -21,6 +21,20 @@ def has_checkpoint(output_dir: str) -> bool:
     return bool(_checkpoint_files(output_dir))
 
 
+def require_model(weights: str, output_dir: str, resume: bool) -> None:
+    """Check that there is a model to evaluate.
+
+    Raises:
+        SettingsError: there is none.
+    """
+    if weights or (resume and has_checkpoint(output_dir)):
+        return
+    raise SettingsError(
+        "--eval-only needs a model: set MODEL.WEIGHTS to a checkpoint, or add --resume for the"
+        f" newest one in {output_dir}"
+    )
+
+
 def _checkpoint_files(output_dir: str) -> list[str]:
     return sorted(glob.glob(os.path.join(glob.escape(output_dir), "*.pth")))
 
@@ -95,7 +109,7 @@ def log_settings(cfg: CfgNode, defaults: CfgNode, output_dir: str, resume: bool)
     logger.info("Settings that are not the defaults:\n%s", "\n".join(lines) or "  none")
     if resume and comm.is_main_process():
         for key, old, new in changed_settings(cfg, os.path.join(output_dir, "config.yaml")):
-            logger.warning("%s: %r in this session, it was %r before", key, new, old)
+            logger.warning("%s: %s in this session, it was %s before", key, new, old)
 
 
 def save_settings(cfg: CfgNode, output_dir: str) -> None:

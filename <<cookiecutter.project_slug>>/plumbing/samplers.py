@@ -223,4 +223,4 @@ class InferenceSampler(Sampler):
 
 def _check_size(size: int) -> None:
     if not isinstance(size, int) or size < 1:
-        raise SettingsError(f"a sampler needs a data set with samples, got the size {size!r}")
+        raise SettingsError(f"DATASETS: a data set has no samples (its length is {size!r})")

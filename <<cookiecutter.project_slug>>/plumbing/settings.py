@@ -221,12 +221,13 @@ def differences(cfg: CfgNode, defaults: CfgNode) -> dict[str, Any]:
     }
 
 
-def changed_settings(cfg: CfgNode, path: str) -> list[tuple[str, Any, Any]]:
+def changed_settings(cfg: CfgNode, path: str) -> list[tuple[str, str, str]]:
     """Compare the settings with those in the file of a run so far, config.yaml.
 
     Returns:
-        (key, old, new) for each setting that differs; None stands for a setting that only one of
-        the two has.  It is empty if there is no such file; if it is damaged, a warning says so.
+        (key, old, new) for each setting that differs, the values as text; "not a setting" stands
+        for one that only the other has.  It is empty if there is no such file; if it is damaged, a
+        warning says so.
     """
     if not os.path.exists(path):
         return []
@@ -245,5 +246,7 @@ def changed_settings(cfg: CfgNode, path: str) -> list[tuple[str, Any, Any]]:
             if key in saved and key in values:
                 with contextlib.suppress(ConversionError):
                     old = convert(old, values[key])
-            changes.append((key, old, values.get(key)))
+            old = repr(old) if key in saved else "not a setting"
+            new = repr(values[key]) if key in values else "not a setting"
+            changes.append((key, old, new))
     return changes

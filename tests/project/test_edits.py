@@ -74,10 +74,10 @@ def other_scheduler(text):
 
 SECOND_OPTIMIZER = {
     "train.py": [
-        ("import os\n", "import os\n\nimport torch\n"),
+        ("import logging\n", "import logging\n\nimport torch\n"),
         (
-            "DistributedDataParallel, gradient_sync",
-            "DistributedDataParallel, gradient_sync, unwrap",
+            "import DistributedDataParallel",
+            "import DistributedDataParallel, unwrap",
         ),
         (
             "    optimizer = build_optimizer(cfg, model)\n",
@@ -100,7 +100,7 @@ SECOND_OPTIMIZER = {
 }
 ONE_MORE_OBJECT = {
     "train.py": [
-        ("import os\n", "import os\n\nimport torch\n"),
+        ("import logging\n", "import logging\n\nimport torch\n"),
         (
             "        storage=storage,\n    )",
             "        storage=storage,\n        extra=torch.nn.Linear(1, 1),\n    )",

@@ -74,7 +74,7 @@ def test_weights_that_are_not_finite_are_never_saved_though_the_loss_is(tmp_path
 
 
 def test_a_float16_run_whose_gradients_always_overflow_ends_with_one_line(tmp_path, monkeypatch):
-    monkeypatch.setattr("plumbing.precision._LEAST_SCALE", 2.0**12)
+    monkeypatch.setattr("plumbing.gradients._LEAST_SCALE", 2.0**12)
     words = "SOLVER.AMP.ENABLED True SOLVER.AMP.DTYPE float16"
     with pytest.raises(NonFiniteError, match="float16: the gradients overflow at any scale"):
         train_with(Diverging, tmp_path / "run", words)

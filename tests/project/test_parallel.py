@@ -6,7 +6,8 @@ import pytest
 import torch
 from plumbing import comm
 from plumbing.errors import SettingsError
-from plumbing.parallel import DistributedDataParallel, gradient_sync, unwrap
+from plumbing.gradients import gradient_sync
+from plumbing.parallel import DistributedDataParallel, unwrap
 from ranks import run_on_ranks
 from torch import nn
 

@@ -453,10 +453,10 @@ def test_each_setting_that_differs_from_those_of_a_run_is_given_with_both_values
     cfg.SEED = 2
     cfg.SOLVER.STEPS = (1,)
     assert sorted(changed_settings(cfg, str(path))) == [
-        ("LOG_PERIOD", None, 20),
-        ("OLD", "3", None),
-        ("SEED", 0, 2),
-        ("SOLVER.STEPS", (600, 900), (1,)),
+        ("LOG_PERIOD", "not a setting", "20"),
+        ("OLD", "'3'", "not a setting"),
+        ("SEED", "0", "2"),
+        ("SOLVER.STEPS", "(600, 900)", "(1,)"),
     ]
 
 

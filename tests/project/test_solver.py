@@ -6,7 +6,13 @@ import pytest
 import torch
 from defaults import get_cfg
 from plumbing.errors import SettingsError
-from solver import build_lr_scheduler, build_optimizer, check_solver, lr_multiplier
+from solver import (
+    build_autocast,
+    build_lr_scheduler,
+    build_optimizer,
+    check_solver,
+    lr_multiplier,
+)
 from torch import nn
 
 
@@ -44,6 +50,26 @@ def test_an_unknown_optimizer_is_refused_before_anything_is_written():
 def test_what_the_optimizer_of_torch_refuses_is_one_line():
     with pytest.raises(SettingsError, match=r"SOLVER: .*beta"):
         check_solver(settings(OPTIMIZER="AdamW", BETAS=(2.0, 0.9)))
+
+
+@pytest.mark.parametrize(
+    ("enabled", "dtype", "expected"),
+    [
+        (False, "float16", torch.float32),
+        (True, "float16", torch.float16),
+        (True, "bfloat16", torch.bfloat16),
+    ],
+)
+def test_autocast_is_mixed_precision_of_the_chosen_type_again_and_again(enabled, dtype, expected):
+    cfg = get_cfg()
+    cfg.MODEL.DEVICE = "cpu"
+    cfg.SOLVER.AMP.ENABLED = enabled
+    cfg.SOLVER.AMP.DTYPE = dtype
+    autocast = build_autocast(cfg)
+    for _ in range(2):
+        with autocast:
+            assert nn.functional.linear(torch.ones(1, 1), torch.ones(1, 1)).dtype == expected
+        assert nn.functional.linear(torch.ones(1, 1), torch.ones(1, 1)).dtype == torch.float32
 
 
 class MyNorm(nn.Module):

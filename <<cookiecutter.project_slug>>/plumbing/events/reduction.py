@@ -1,8 +1,9 @@
-"""The values of all ranks: gathered with one message when something is due, averaged, checked."""
+"""What is done when something is due: tensors are read, averaged over the ranks, and checked."""
 
 import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,40 @@ _MESSAGE_LENGTH = 1024  # float64 numbers that each rank sends in one collective
 
 # The numbers of one rank: for each scalar that waits, a number for each of its waiting values.
 Numbers = Sequence[Sequence[float]]
+
+
+def read(scalars: Iterable[Scalar]) -> None:
+    """Read what waits and was not read before, on an accelerator with one copy for each dtype.
+
+    Raises:
+        ValueError: a tensor was changed in place after it was put.
+    """
+    on_accelerator = defaultdict(list)  # {(dtype, device): [(numbers, index in them, tensor)]}
+    for scalar in scalars:
+        numbers = scalar.waiting_numbers
+        for value in scalar.waiting_values[len(numbers) :]:
+            if isinstance(value, float):
+                numbers.append(value)
+            elif value.is_cpu:
+                # A tensor of inference mode has no count of its changes; it is always a copy.
+                if not value.is_inference() and value._version != 0:
+                    _refuse_changed(scalar.name)
+                numbers.append(float(value.item()))
+            else:
+                place = (numbers, len(numbers), value)
+                on_accelerator[value.dtype, value.device].append(place)
+                numbers.append(0.0)
+    for places in on_accelerator.values():
+        together = torch.stack([tensor for _, _, tensor in places])
+        for (numbers, index, _), number in zip(places, together.tolist()):
+            numbers[index] = float(number)
+
+
+def _refuse_changed(name: str) -> None:
+    raise ValueError(
+        f"scalar {name}: the tensor was changed in place after it was put; put tensor.clone() "
+        "instead"
+    )
 
 
 def gather_numbers(scalars: Sequence[Scalar], own: Numbers) -> list[Numbers]:

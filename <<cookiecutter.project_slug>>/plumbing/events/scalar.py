@@ -1,5 +1,5 @@
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -109,6 +109,22 @@ class Scalar:
         self._sum = 0.0
         self._count = 0
         self._smoothed = None
+
+
+def merged(scalars: Any, more: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the items of a dict, or of None, and of the keywords beside it."""
+    if scalars is None:
+        return more
+    if not isinstance(scalars, Mapping):
+        shape = tuple(getattr(scalars, "shape", ()))
+        raise TypeError(
+            f"put_scalars: needs a dict of scalars, got a {type(scalars).__name__} {shape}; in"
+            " training a model has to return a dict of losses: is it in evaluation mode?"
+        )
+    repeated = sorted(set(scalars) & set(more))
+    if repeated:
+        raise TypeError(f"put_scalars: got {', '.join(repeated)} twice")
+    return {**scalars, **more}
 
 
 def require_scalar(name: str, value: Any) -> None:

@@ -11,9 +11,14 @@ from plumbing import comm
 
 from .history import HistoryBuffer
 from .media import Medium, copied_image, make_histogram
-from .reduction import average_over_ranks, gather_numbers, list_values, require_finite_losses
-from .scalar import Scalar, checked_number, require_scalar, without_dimensions
-from .waiting import kept, read
+from .reduction import (
+    average_over_ranks,
+    gather_numbers,
+    list_values,
+    read,
+    require_finite_losses,
+)
+from .scalar import Scalar, checked_number, merged, require_scalar, without_dimensions
 
 _WAITING_LENGTH = 100_000  # tensors that may wait, should nothing ever be due
 _MEDIA_LENGTH = 1000  # images, and histograms, that may wait for a writer
@@ -116,7 +121,7 @@ class EventStorage:
         if isinstance(value, torch.Tensor):
             if value.ndim > 0:
                 value = without_dimensions(name, value)
-            scalar.waiting_values.append(kept(value))
+            scalar.waiting_values.append(_kept(value))
             scalar.waiting_iterations.append(iteration)
             self._num_waiting += 1
             if self._num_waiting >= _WAITING_LENGTH:
@@ -158,19 +163,8 @@ class EventStorage:
             return
         if not isinstance(smoothing_hint, bool) or isinstance(cur_iter, torch.Tensor):
             raise TypeError("put_scalars: smoothing_hint and cur_iter are arguments; put a dict")
-        if scalars is None:
-            scalars = kwargs
-        elif not isinstance(scalars, Mapping):
-            shape = tuple(getattr(scalars, "shape", ()))
-            raise TypeError(
-                f"put_scalars: needs a dict of scalars, got a {type(scalars).__name__} {shape}; in"
-                " training a model has to return a dict of losses: is it in evaluation mode?"
-            )
-        elif kwargs:
-            repeated = sorted(set(scalars) & set(kwargs))
-            if repeated:
-                raise TypeError(f"put_scalars: got {', '.join(repeated)} twice")
-            scalars = {**scalars, **kwargs}
+        if kwargs or not isinstance(scalars, (dict, Mapping)):  # dict first: it is quicker
+            scalars = merged(scalars, kwargs)
         iteration = self.iter if cur_iter is None else cur_iter
         for name, value in scalars.items():
             self._put(self._prefix + name, value, smoothing_hint, iteration)
@@ -303,3 +297,20 @@ class EventStorage:
         self.clear_histograms()
         self._vis_data.extend(Medium(*image) for image in state["images"])
         self._histograms.extend(Medium(*histogram) for histogram in state["histograms"])
+
+
+def _kept(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the shape () that keeps the present value; nothing is read.
+
+    The memory of a tensor may be written again: by its owner, by the optimizer, or by the next
+    iteration of a compiled model that uses CUDA graphs.  So it is copied.  The losses on a CPU are
+    not, since copies would double the time of a put: memory that an operation of autograd has just
+    filled belongs to nobody else.  If it is changed in place nevertheless, ``read`` notices.
+    """
+    if not tensor.requires_grad:
+        return tensor.clone()
+    # Autograd counts the changes of a tensor in place, but the count has no public name.
+    is_just_filled = not tensor.is_leaf and not tensor._is_view() and tensor._version == 0
+    if is_just_filled and tensor.is_cpu:
+        return tensor.detach()
+    return tensor.detach().clone()

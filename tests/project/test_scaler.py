@@ -1,4 +1,4 @@
-"""Mixed precision: the context of the forward pass, and the scaler of float16 losses."""
+"""The scaler of float16 losses."""
 
 import math
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import counted_waits
 from plumbing.errors import NonFiniteError
-from plumbing.precision import GradScaler, mixed_precision, set_missing_momentum_to_zero
+from plumbing.gradients import GradScaler, set_missing_momentum_to_zero
 from torch import nn
 
 
@@ -24,28 +24,6 @@ def build(optimizer="SGD", enabled=True, **options):
     options = {"lr": 1.0, "fused": True, **options}
     made = getattr(torch.optim, optimizer)(model.parameters(), **options)
     return GradScaler("cpu", enabled=enabled), made, model
-
-
-@pytest.mark.parametrize(
-    ("enabled", "dtype", "expected"),
-    [
-        (False, "float16", torch.float32),
-        (True, "float16", torch.float16),
-        (True, "bfloat16", torch.bfloat16),
-        (True, torch.bfloat16, torch.bfloat16),
-    ],
-)
-def test_mixed_precision_is_of_the_chosen_type_again_and_again(enabled, dtype, expected):
-    autocast = mixed_precision(torch.device("cpu"), enabled, dtype)
-    for _ in range(2):
-        with autocast:
-            assert nn.functional.linear(torch.ones(1, 1), torch.ones(1, 1)).dtype == expected
-        assert nn.functional.linear(torch.ones(1, 1), torch.ones(1, 1)).dtype == torch.float32
-
-
-def test_mixed_precision_takes_the_name_of_a_device_with_a_number():
-    assert mixed_precision("cuda:1", False, "bfloat16") is not None
-    assert mixed_precision("cpu:0", True, "bfloat16").device == "cpu"
 
 
 def test_a_scaler_that_is_not_enabled_passes_everything_through():
