@@ -91,9 +91,8 @@ def do_train(cfg, model, resume=False):
         scaler=scaler,
         storage=storage,
     )
-    # MODEL.WEIGHTS gives the model alone, so without a resume there is no iteration.
     checkpoint = checkpointer.resume_or_load(cfg.MODEL.WEIGHTS, resume=resume)
-    start_iter = checkpoint.get("iteration", -1) + 1
+    start_iter = checkpoint.get("iteration", -1) + 1  # 0, unless a run is resumed
     max_iter = cfg.SOLVER.MAX_ITER
     if start_iter > max_iter:
         raise SettingsError(f"SOLVER.MAX_ITER: {max_iter}, but {start_iter} have been trained")
@@ -106,19 +105,20 @@ def do_train(cfg, model, resume=False):
         keep_period=cfg.SOLVER.CHECKPOINT_KEEP_PERIOD,
     )
     best_checkpointer = BestCheckpointer(checkpointer, cfg.TEST.BEST_METRIC, cfg.TEST.BEST_MODE)
-    # Each item is a list of micro-batches on the device of the model; it never ends by itself.
     data_loader = TimedLoader(build_train_loader(cfg, start_iter), cfg.SOLVER.BATCH_SIZE)
-    # Rows of metrics.json from start_iter on are deleted: the resumed run writes them again.
-    writers = default_writers(cfg.OUTPUT_DIR, max_iter, start_iter)
     run_settings.save_settings(cfg, cfg.OUTPUT_DIR)
     eval_period = cfg.TEST.EVAL_PERIOD
     log_periods = (cfg.LOG_PERIOD, cfg.SOLVER.CHECKPOINT_PERIOD, eval_period)
     results = {}
     periodic_checkpointer.step(start_iter - 1)  # completes a save that a kill cut off
 
-    # Inside, get_event_storage() is this storage, in the model too.  At the end the writers write
-    # what is left, and the loader ends its workers.  The request sees a signal to any rank.
-    with storage, data_loader, open_writers(writers) as writers, StopRequest() as request:
+    with (
+        storage,  # inside, get_event_storage() returns it, in the model too
+        data_loader,  # ends its workers
+        # Deletes the rows of metrics.json from start_iter on, which are written again.
+        open_writers(default_writers(cfg.OUTPUT_DIR, max_iter, start_iter)) as writers,
+        StopRequest() as request,  # sees a signal to any rank
+    ):
         # If the run was killed after a save, what follows the save is still to do.
         storage.iter = start_iter - 1
         if is_due(storage.iter, max_iter, eval_period):
@@ -132,7 +132,7 @@ def do_train(cfg, model, resume=False):
             storage.iter = iteration
             set_random_state(cfg.SEED, iteration, comm.get_rank())  # so that a resume is exact
 
-            for index, data in enumerate(micro_batches):
+            for index, data in enumerate(micro_batches):  # on the device of the model
                 # The ranks average their gradients in the last backward pass only.
                 with gradient_sync(model, enabled=index == len(micro_batches) - 1):
                     with autocast:
