@@ -62,9 +62,9 @@ CHANGES = {
     "moved_phase": [
         ("            optimizer.zero_grad()\n", ""),
         (
-            "            for index, data in enumerate(micro_batches):\n",
+            "            for index, data in enumerate(micro_batches):",
             "            optimizer.zero_grad()\n"
-            "            for index, data in enumerate(micro_batches):\n",
+            "            for index, data in enumerate(micro_batches):",
         ),
     ],
 }
