@@ -223,6 +223,35 @@ def test_an_exception_on_one_rank_ends_the_job_and_is_shown_as_the_cause(project
     assert left == ""
 
 
+STUCK_SAMPLE = """
+import os, sys, time
+sys.path.insert(0, os.getcwd())
+import data, train
+
+load = data.Digits.__getitem__
+
+def faulty(self, index):
+    if os.environ["RANK"] == "1" and time.time() - BEGAN > 5:
+        time.sleep(1000)
+    return load(self, index)
+
+data.Digits.__getitem__ = faulty
+BEGAN = time.time()
+train.launch(train.main, train.parse_args(""))
+"""
+
+
+def test_a_sample_that_never_comes_is_the_cause_and_not_the_rank_that_waits(project, tmp_path):
+    driver = tmp_path / "driver.py"
+    driver.write_text(STUCK_SAMPLE)
+    words = f"{WORDS} TIMEOUT_SECONDS 8 SOLVER.MAX_ITER 1000000 TEST.EVAL_PERIOD -1"
+    done = run(project, torchrun(driver, output=tmp_path / "output", words=words))
+    assert done.returncode == 1
+    cause = done.stderr.partition("Root Cause")[2]
+    assert re.search(r"rank\s*: 1 ", cause)
+    assert "on rank 1 gave a batch within 8 s" in cause
+
+
 def test_a_rank_that_hangs_ends_the_job_when_the_time_is_over(project, tmp_path):
     words = f"{WORDS} TIMEOUT_SECONDS 5"
     fault = "signal.signal(signal.SIGTERM, signal.SIG_DFL); time.sleep(1000)"  # else torchrun has

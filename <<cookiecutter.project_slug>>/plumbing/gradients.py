@@ -132,6 +132,19 @@ class GradScaler(torch.amp.GradScaler):
         """A copy of the present scale, float32 () on the device; 1 if not enabled."""
         return self.scale(self._one)
 
+    def scale(self, outputs: Any) -> Any:
+        """Scale a loss, or a list of them.
+
+        Raises:
+            TypeError: it is a number, which is the sum of no losses.
+        """
+        if isinstance(outputs, (int, float)):
+            raise TypeError(
+                f"the sum of the losses is the number {outputs}: in training a model has to return"
+                " a dict with at least one loss, a tensor"
+            )
+        return super().scale(outputs)
+
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Call optimizer.step() unless the gradients overflow."""
         # The very first step may be skipped, or may lack the gradients of some parameters.

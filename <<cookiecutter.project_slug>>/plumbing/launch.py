@@ -32,6 +32,9 @@ _ERROR_STATUS = 2
 _SECONDS_FOR_OTHERS = 10.0
 _ELASTIC_SECONDS = 3.0
 _POLL_SECONDS = 0.02
+# A rank that waits for a batch gives up after TIMEOUT_SECONDS.  The others wait for it somewhat
+# longer, so that its error is the first one.
+_MARGIN_SECONDS = 10.0
 
 
 # Start
@@ -80,7 +83,8 @@ def init_process_group(device: torch.device, timeout_seconds: float) -> None:
 
     Args:
         device: of this rank.
-        timeout_seconds: how long a rank waits for another one, here and in every collective.
+        timeout_seconds: how long a rank waits for another one, here and in every collective; some
+            seconds are added.
 
     Raises:
         SettingsError: WORLD_SIZE is set, but no launcher has set the rest.
@@ -95,7 +99,7 @@ def init_process_group(device: torch.device, timeout_seconds: float) -> None:
             f"the environment has WORLD_SIZE={world_size} but no {' and no '.join(missing)}: start"
             " several ranks with torchrun, or `unset WORLD_SIZE` for a single process"
         )
-    timeout = timedelta(seconds=timeout_seconds)
+    timeout = timedelta(seconds=timeout_seconds + _MARGIN_SECONDS)
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
     prefix = _agree_on_prefix(store, rank, world_size, timeout_seconds)
     backend = "gloo"

@@ -26,6 +26,13 @@ def build(optimizer="SGD", enabled=True, **options):
     return GradScaler("cpu", enabled=enabled), made, model
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_sum_of_no_losses_is_an_error_that_says_so(enabled):
+    scaler, _, _ = build(enabled=enabled)
+    with pytest.raises(TypeError, match="a model has to return a dict with at least one loss"):
+        scaler.scale(sum({}.values()) / 2)
+
+
 def test_a_scaler_that_is_not_enabled_passes_everything_through():
     scaler, optimizer, model = build(enabled=False)
     loss = model(torch.ones(1)).sum()
