@@ -2,7 +2,7 @@
 
     python train.py --config cfg.yaml                               one process, on a GPU or the CPU
     torchrun --nproc_per_node 8 train.py --config cfg.yaml          8 processes on one machine
-    torchrun --nnodes 2 --rdzv_backend c10d --rdzv_endpoint HOST:29500 [...]   on each of 2 machines
+    torchrun --nnodes 2 --rdzv_backend c10d --rdzv_endpoint HOST:29500 ...     on each of 2 machines
 
 Add --resume to continue a run, --eval-only to only evaluate, KEY VALUE to change a setting.
 """
@@ -55,7 +55,7 @@ def do_test(cfg, model):
         set_random_state(cfg.SEED)  # so that each evaluation draws the same random numbers
         data_loader = build_test_loader(cfg, name)
         evaluators = build_evaluators(cfg, name)
-        # In evaluation mode, without gradients; afterwards the model is as before.
+        # In evaluation mode, without gradients and autocast; afterwards the model is as before.
         metrics = inference_on_dataset(model, data_loader, evaluators, name)
         log_results(name, metrics)
         results.update({f"{name}/{key}": value for key, value in metrics.items()})
@@ -65,14 +65,14 @@ def do_test(cfg, model):
 def evaluate(cfg, model, storage, best_checkpointer, iteration):
     """Evaluate during a training: log the results, and keep the model if it is the best so far."""
     results = do_test(cfg, model)
-    # Logged with the next iteration that is; without the hint a value is not shown as a median.
+    # The next write adds them to the row of this iteration, as they are and not as medians.
     storage.put_scalars(results, smoothing_hint=False)
     best_checkpointer.step(iteration, results)
     return results
 
 
 def do_train(cfg, model, resume=False):
-    """Train until SOLVER.MAX_ITER.  Returns the last results, or None if a signal stopped it."""
+    """Train until SOLVER.MAX_ITER.  Returns the last results, or None after a signal."""
     model.train()
     parameters = list(model.parameters())
     optimizer = build_optimizer(cfg, model)
@@ -80,7 +80,7 @@ def do_train(cfg, model, resume=False):
     scaler = build_grad_scaler(cfg)
     autocast = build_autocast(cfg)
 
-    # The checkpointer saves all that a resumed run needs, and the settings for predict.py.
+    # All that a resumed run needs is saved, also what was logged; the settings for predict.py.
     storage = EventStorage()
     checkpointer = Checkpointer(
         model,
@@ -106,20 +106,20 @@ def do_train(cfg, model, resume=False):
     )
     best_checkpointer = BestCheckpointer(checkpointer, cfg.TEST.BEST_METRIC, cfg.TEST.BEST_MODE)
     data_loader = TimedLoader(build_train_loader(cfg, start_iter), cfg.SOLVER.BATCH_SIZE)
-    run_settings.save_settings(cfg, cfg.OUTPUT_DIR)
+    run_settings.save_settings(cfg, cfg.OUTPUT_DIR)  # only now that the checkpoint fits them
     eval_period = cfg.TEST.EVAL_PERIOD
     log_periods = (cfg.LOG_PERIOD, cfg.SOLVER.CHECKPOINT_PERIOD, eval_period)
     results = {}
-    periodic_checkpointer.step(start_iter - 1)  # completes a save that a kill cut off
+    periodic_checkpointer.step(start_iter - 1)  # after a kill: what was missing of that save
 
     with (
         storage,  # inside, get_event_storage() returns it, in the model too
         data_loader,  # ends its workers
-        # Deletes the rows of metrics.json from start_iter on, which are written again.
+        # Deletes what a killed run logged after its checkpoint; at the end writes what is left.
         open_writers(default_writers(cfg.OUTPUT_DIR, max_iter, start_iter)) as writers,
         StopRequest() as request,  # sees a signal to any rank
     ):
-        # If the run was killed after a save, what follows the save is still to do.
+        # After a kill, the evaluation and the row of the iteration that was saved come again.
         storage.iter = start_iter - 1
         if is_due(storage.iter, max_iter, eval_period):
             results = evaluate(cfg, model, storage, best_checkpointer, storage.iter)
@@ -132,18 +132,18 @@ def do_train(cfg, model, resume=False):
             storage.iter = iteration
             set_random_state(cfg.SEED, iteration, comm.get_rank())  # so that a resume is exact
 
-            for index, data in enumerate(micro_batches):  # on the device of the model
+            for index, data in enumerate(micro_batches):  # the loader has put them on the device
                 # The ranks average their gradients in the last backward pass only.
                 with gradient_sync(model, enabled=index == len(micro_batches) - 1):
                     with autocast:
                         loss_dict = model(data)
                     storage.put_scalars(loss_dict)  # the mean over the micro-batches is logged
                     losses = sum(loss_dict.values())
+                    storage.put_scalar("total_loss", losses)
                     scaler.scale(losses / len(micro_batches)).backward()
-                storage.put_scalar("total_loss", losses)
 
             scaler.unscale_(optimizer)
-            grad_norm = clip_grad_norm_(parameters, cfg.SOLVER.CLIP_GRAD_NORM)
+            grad_norm = clip_grad_norm_(parameters, cfg.SOLVER.CLIP_GRAD_NORM)  # inf: only the norm
             storage.put_scalar("grad_norm", grad_norm)
             scaler.step(optimizer)
             scaler.update()
@@ -151,11 +151,11 @@ def do_train(cfg, model, resume=False):
             storage.put_scalar("lr", optimizer.param_groups[0]["lr"], smoothing_hint=False)
             scheduler.step()
 
-            # After a signal, True in the same iteration on all ranks.
+            # After a signal, True in the same iteration on all ranks; this does not communicate.
             stop = request.agreed()
             if stop or iteration == 0 or is_due(iteration, max_iter, *log_periods):
                 # Reads the tensors that were put, averages them over the ranks, and raises on all
-                # of them if a loss is not finite: that must come before a save.
+                # of them if a value named *loss* is not finite: that must come before a save.
                 storage.reduce()
                 storage.put_scalars(data_loader.times(), smoothing_hint=False)
                 for writer in writers:
@@ -183,11 +183,11 @@ def setup(args):
         run_settings.require_model(cfg.MODEL.WEIGHTS, cfg.OUTPUT_DIR, args.resume)
 
     device = choose_device(cfg.MODEL.DEVICE)
-    cfg.MODEL.DEVICE = device.type
+    cfg.MODEL.DEVICE = device.type  # its index has been set for this process
     init_process_group(device, cfg.TIMEOUT_SECONDS)
-    run_settings.require_same_settings(cfg)
+    run_settings.require_same_settings(cfg)  # on all ranks
     setup_backends(cfg.FLOAT32_PRECISION, cfg.CUDNN_BENCHMARK, cfg.DETERMINISTIC)
-    args.resume = open_run(cfg.OUTPUT_DIR, args.resume, args.eval_only)
+    args.resume = open_run(cfg.OUTPUT_DIR, args.resume, args.eval_only)  # also after a restart
     cfg.SEED = run_settings.choose_seed(cfg.SEED, cfg.OUTPUT_DIR, args.resume)
     cfg.freeze()
     log_environment(device)
@@ -212,7 +212,7 @@ def main(args):
         model.compile(backend=cfg.MODEL.COMPILE)
     results = do_train(cfg, model, resume=args.resume)
     if results is not None:
-        save_results(cfg.OUTPUT_DIR, cfg.SOLVER.MAX_ITER - 1, results)
+        save_results(cfg.OUTPUT_DIR, cfg.SOLVER.MAX_ITER - 1, results)  # the sign of the end
     return results
 
 
