@@ -55,7 +55,7 @@ def do_test(cfg, model):
         set_random_state(cfg.SEED)  # so that each evaluation draws the same random numbers
         data_loader = build_test_loader(cfg, name)
         evaluators = build_evaluators(cfg, name)
-        # In evaluation mode, without gradients and autocast; afterwards the model is as before.
+        # In evaluation mode, without gradients; afterwards the model is as before.
         metrics = inference_on_dataset(model, data_loader, evaluators, name)
         log_results(name, metrics)
         results.update({f"{name}/{key}": value for key, value in metrics.items()})
