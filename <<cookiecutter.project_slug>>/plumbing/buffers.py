@@ -80,7 +80,11 @@ def _matching(
 
 
 def _own_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The dense buffers by name, without caches, which are registered as not persistent."""
+    """The dense buffers by name, without caches, which are registered as not persistent.
+
+    A DTensor is not among them: it has one value, which the ranks share.  Its class is not named,
+    since torch.distributed.tensor takes long to import.
+    """
     caches = set()
     for module in model.modules():
         # torch has no public way to ask whether a buffer is persistent.
@@ -88,6 +92,7 @@ def _own_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
             caches.add(id(module._buffers.get(name)))
     buffers = {}
     for name, buffer in model.named_buffers():
-        if id(buffer) not in caches and buffer.layout == torch.strided:
+        is_own = id(buffer) not in caches and not hasattr(buffer, "full_tensor")
+        if is_own and buffer.layout == torch.strided:
             buffers[name] = buffer.detach()
     return buffers

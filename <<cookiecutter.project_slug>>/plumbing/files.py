@@ -46,7 +46,7 @@ def write_atomically(path: str, write: Callable[[BinaryIO], Any]) -> None:
         if isinstance(error, OSError):
             error.filename = path
         raise error from None
-    _flush_folder(os.path.dirname(path))
+    flush_folder(os.path.dirname(path))
 
 
 def link_or_copy(source: str, path: str) -> None:
@@ -68,10 +68,10 @@ def link_or_copy(source: str, path: str) -> None:
             write_atomically(path, lambda file: shutil.copyfileobj(original, file, 2**20))
         return
     os.replace(temporary, path)
-    _flush_folder(os.path.dirname(path))
+    flush_folder(os.path.dirname(path))
 
 
-def _flush_folder(folder: str) -> None:
+def flush_folder(folder: str) -> None:
     """Make a new name in a folder outlive a power cut, if the file system can."""
     descriptor = None
     try:

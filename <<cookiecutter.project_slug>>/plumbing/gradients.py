@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -26,7 +26,8 @@ def gradient_sync(model: nn.Module, enabled: bool) -> contextlib.AbstractContext
     Gradients that were not averaged stay in the parameters and are averaged with the next ones.
 
     Args:
-        model: a model that is not a DistributedDataParallel has nothing to average.
+        model: a DistributedDataParallel, or what torch's fully_shard returned; any other model has
+            nothing to average.
         enabled: False for every micro-batch of an iteration except the last one.
     """
     if enabled:
@@ -35,7 +36,19 @@ def gradient_sync(model: nn.Module, enabled: bool) -> contextlib.AbstractContext
         model = model._modules["_orig_mod"]
     if isinstance(model, nn.parallel.DistributedDataParallel):
         return model.no_sync()
+    # The class of a model that fully_shard has divided is not named, since it takes long to import.
+    if hasattr(model, "set_requires_gradient_sync"):
+        return _without_gradient_sync(model)
     return _NOTHING
+
+
+@contextlib.contextmanager
+def _without_gradient_sync(model: Any) -> Iterator[None]:
+    model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
 
 
 def clip_grad_norm_(

@@ -9,11 +9,21 @@ A file is a dict that ``torch.load`` reads.  Its keys:
     per_rank        for objects whose state differs between the ranks, the states of all ranks
     rank_buffers    the buffers of all ranks, such as batch-norm statistics
     checkpointables the names of the objects whose state the file holds
+    sharded         what is known of the folder beside it, if tensors are divided between ranks
+
+Such a tensor has no data in the file; ``load_file`` makes those of the model whole.
 """
 
 from .archive import load_file
 from .best import BestCheckpointer
 from .checkpointer import Checkpointer
+from .export import export_model
 from .periodic import PeriodicCheckpointer
 
-__all__ = ["BestCheckpointer", "Checkpointer", "PeriodicCheckpointer", "load_file"]
+__all__ = [
+    "BestCheckpointer",
+    "Checkpointer",
+    "PeriodicCheckpointer",
+    "export_model",
+    "load_file",
+]

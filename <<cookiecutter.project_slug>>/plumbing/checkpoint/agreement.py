@@ -5,12 +5,15 @@ When a run is resumed,
 1. rank 0 looks for the newest whole file, and the others look whether they see any file at all;
 2. they exchange what they found: all take the file of rank 0, or all raise the same error;
 3. every rank reads that file, and they exchange its size and checksum;
-4. only if these are the same everywhere does any rank load its content.
+4. each rank checks its share of the files in the folder beside it, if there is one; if one of
+   them is damaged, all begin again without this file;
+5. only if all have read the same does any rank load the content.
 
 So a rank on a machine that does not share the folder, or has an older copy of it, is noticed before
 anything is trained.
 """
 
+import logging
 import os
 from collections.abc import Callable
 from typing import NamedTuple
@@ -19,6 +22,9 @@ from plumbing import comm
 from plumbing.errors import SettingsError
 
 from .archive import CheckpointFile, Fingerprint
+from .newest import find_newest, has_candidates
+
+logger = logging.getLogger("plumbing.checkpoint")
 
 
 # Each report below goes through one collective, in which a rank takes part also if it has failed.
@@ -37,6 +43,74 @@ class _Read(NamedTuple):
 
     fingerprint: Fingerprint | None
     error: SettingsError | None
+
+
+def read_newest(
+    folder: str, tagged: str, read: Callable[[str], CheckpointFile]
+) -> CheckpointFile | None:
+    """Read the newest whole checkpoint of a folder, the same on all ranks.  Collective.
+
+    Args:
+        tagged: path of the tagged file; "" if there is none.
+        read: reads a file, or raises SettingsError if it is damaged.
+
+    Returns:
+        None if there is nothing to resume.
+
+    Raises:
+        SettingsError: on all ranks, if no file is whole, or the ranks do not see the same files.
+    """
+
+    def read_with_folder(path: str) -> CheckpointFile:
+        file = read(path)
+        if file.shards is not None:
+            file.shards.check_sizes()
+        return file
+
+    damaged: list[str] = []
+    while True:
+        path, file_of_main_process = agree_on_newest(
+            folder,
+            lambda: find_newest(folder, tagged, read_with_folder, damaged),
+            has_candidates(folder, tagged),
+        )
+        if not path:
+            return None
+        known = {path: file_of_main_process} if file_of_main_process is not None else {}
+        file = read_alike(
+            path,
+            # Rank 0 has read it already, to see whether it is whole.
+            lambda path, known=known: known.get(path) or read_with_folder(path),
+            "OUTPUT_DIR must be a folder that all ranks share",
+        )
+        error = _error_in_folder(file)
+        if error is None:
+            return file
+        logger.warning("Passing over a file: %s", error)
+        damaged.append(path)
+
+
+def check_folder(file: CheckpointFile) -> None:
+    """Check the folder of a checkpoint, each rank a share of it.  Collective if there is one.
+
+    Raises:
+        SettingsError: a file in it is damaged or missing; all ranks raise it.
+    """
+    error = _error_in_folder(file)
+    if error is not None:
+        raise error
+
+
+def _error_in_folder(file: CheckpointFile) -> SettingsError | None:
+    if file.shards is None:
+        return None
+    own_error = None
+    try:
+        file.shards.check(comm.get_rank(), comm.get_world_size())
+    except SettingsError as caught:
+        own_error = caught
+    errors = [error for error in comm.all_gather(own_error) if error is not None]
+    return errors[0] if errors else None
 
 
 def agree_on_newest(

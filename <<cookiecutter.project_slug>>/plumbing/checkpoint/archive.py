@@ -22,6 +22,8 @@ from torch.utils.serialization import config
 from plumbing.errors import SettingsError
 from plumbing.files import write_atomically
 
+from .sharded import ShardFolder, bind_shards, has_shards, remove_folders, whole
+
 # The length of the comment, a mark, and the checksum.
 _COMMENT = struct.Struct("<H4sI")
 _COMMENT_LENGTH = 8
@@ -54,6 +56,8 @@ class CheckpointFile(NamedTuple):
     content: dict
     fingerprint: Fingerprint
     is_mapped: bool
+    # Where the data of divided tensors are; None if all tensors are whole.
+    shards: ShardFolder | None
 
     def release(self, values: Any) -> None:
         """Give back the memory of tensors of this file that have been copied elsewhere."""
@@ -63,7 +67,7 @@ class CheckpointFile(NamedTuple):
 
 
 def save_file(path: str, content: dict) -> None:
-    """Write a checkpoint atomically.
+    """Write a checkpoint atomically, and remove the folders of earlier ones of this name.
 
     Args:
         content: of the types that ``to_plain_types`` returns.
@@ -80,6 +84,7 @@ def save_file(path: str, content: dict) -> None:
         file.write(comment)
 
     write_atomically(path, write)
+    remove_folders(path, content.get("sharded", {}).get("token", ""))
 
 
 def load_file(path: str, check_tensors: bool = True) -> dict:
@@ -90,16 +95,21 @@ def load_file(path: str, check_tensors: bool = True) -> dict:
             the tensors, which are nearly all of the file, are not read.
 
     Returns:
-        A dict with the key "model"; files of other makers are brought into this form.
+        A dict with the key "model"; files of other makers are brought into this form.  The tensors
+        of the model are whole; others that were divided between ranks are ``SavedShards``.
 
     Raises:
         SettingsError: the file is missing or damaged, or holds code.
     """
-    return read_file(path, check_tensors).content
+    file = read_file(path, check_tensors)
+    if check_tensors and has_shards(file.content["model"]):
+        file.shards.check()
+        file.content["model"] = whole(file.content["model"])
+    return file.content
 
 
 def read_file(path: str, check_tensors: bool = True) -> CheckpointFile:
-    """Read a checkpoint to the CPU.
+    """Read a checkpoint to the CPU; what is in a folder beside it stays there.
 
     Args:
         check_tensors: False does not read the tensors, so a damaged tensor is not noticed.
@@ -116,6 +126,10 @@ def read_file(path: str, check_tensors: bool = True) -> CheckpointFile:
         if "model" not in content:
             # From elsewhere: a state dict with that name, or nothing but a state dict.
             content = {"model": content.get("state_dict", content)}
+        shards = None
+        if "sharded" in content:
+            shards = ShardFolder(path, content.pop("sharded"))
+            content = {key: bind_shards(value, key, shards) for key, value in content.items()}
     except pickle.UnpicklingError as error:
         raise UnsafeFileError(
             f"checkpoint {path} holds code or unknown types, and so it is not loaded: save only"
@@ -127,7 +141,7 @@ def read_file(path: str, check_tensors: bool = True) -> CheckpointFile:
         raise SettingsError(
             f"checkpoint {path} is damaged, or not a checkpoint: {reason}"
         ) from error
-    return CheckpointFile(path, content, fingerprint, is_mapped)
+    return CheckpointFile(path, content, fingerprint, is_mapped, shards)
 
 
 def tensors_in(values: Any) -> Iterator[torch.Tensor]:

@@ -2,21 +2,21 @@
 
 import logging
 import os
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from plumbing import comm
 from plumbing.errors import SettingsError, remember_checkpoint
-from plumbing.files import link_or_copy, write_atomically
+from plumbing.files import write_atomically
 
-from .agreement import agree_on_newest, read_alike
+from .agreement import check_folder, read_alike, read_newest
 from .archive import CheckpointFile, copied, save_file
-from .newest import find_newest, has_candidates, remove_torn_files
+from .newest import remove_torn_files
 from .object_state import is_empty
 from .plain import to_plain_types
 from .run_state import RunState
+from .sharded import has_shards, link_checkpoint, take_sharded
 
 
 class _Resumed(NamedTuple):
@@ -43,6 +43,8 @@ class Checkpointer:
     * Each rank gets its own buffers back, such as batch-norm statistics.  The model in the file
       has the means over the ranks.
     * Weights that are not finite are not saved.
+    * Tensors that are divided between the ranks (DTensors) are saved in a folder beside the file,
+      each part by its rank, and are loaded into any number of ranks (see sharded.py).
 
     All ranks call ``save``, ``load`` and ``resume_or_load``, and so state_dict and load_state_dict
     of every object are called on all ranks.  The state of rank 0 is saved; see ``per_rank``.
@@ -101,7 +103,7 @@ class Checkpointer:
 
         Raises:
             NonFiniteError: a weight is NaN or infinite on any rank; all ranks raise it.
-            SettingsError: a tensor is divided between the ranks.
+            OSError: a file cannot be written.
         """
         if not self.save_dir:
             return
@@ -118,6 +120,8 @@ class Checkpointer:
                     remove_torn_files(self.save_dir)
                 self._keep_file_of_untaken_states()
                 self.logger.info("Saving checkpoint to %s", path)
+            content = self._with_shards(content, path)
+            if self.save_to_disk:
                 save_file(path, content)
                 if tag_checkpoint:
                     self.tag_last_checkpoint(f"{name}.pth")
@@ -127,10 +131,21 @@ class Checkpointer:
             self._resumed = None
             remember_checkpoint(path)
 
+    def _with_shards(self, content: dict, path: str) -> dict:
+        """Write what is divided between the ranks; return what the file shall hold.  Collective."""
+        divided: dict[str, Any] = {}
+        content = {key: take_sharded(value, key, divided) for key, value in content.items()}
+        if divided:
+            # Imported here because it takes seconds.
+            from .shard_files import save_shards
+
+            content["sharded"] = save_shards(path, divided, self.save_to_disk)
+        return content
+
     def link(self, source: str, name: str, tag_checkpoint: bool = False) -> None:
         """Give a file of the folder a second name, ``name``.pth, without writing it again."""
         if self.save_dir and self.save_to_disk:
-            link_or_copy(source, os.path.join(self.save_dir, f"{name}.pth"))
+            link_checkpoint(source, os.path.join(self.save_dir, f"{name}.pth"))
             if tag_checkpoint:
                 self.tag_last_checkpoint(f"{name}.pth")
 
@@ -192,7 +207,9 @@ class Checkpointer:
             SettingsError: all files are damaged, or the model has changed, or the ranks do not
                 see the same files; all ranks raise it.
         """
-        file = self._newest_file() if resume else None
+        file = None
+        if resume:
+            file = read_newest(self.save_dir, self.get_checkpoint_file(), self._state.read)
         if file is not None:
             return self._resume(file)
         if resume:
@@ -207,32 +224,16 @@ class Checkpointer:
             return self._resumed.file.path
         return ""
 
-    def _newest_file(self) -> CheckpointFile | None:
-        """Read the file that a resume begins with, the same on all ranks.  Collective."""
-        tagged = self.get_checkpoint_file()
-        path, file_of_main_process = agree_on_newest(
-            self.save_dir,
-            lambda: find_newest(self.save_dir, tagged, self._state.read),
-            has_candidates(self.save_dir, tagged),
-        )
-        if not path:
-            return None
-
-        def read(path: str) -> CheckpointFile:
-            # Rank 0 has read it already, to see whether it is whole.
-            if file_of_main_process is not None:
-                return file_of_main_process
-            return self._state.read(path)
-
-        return read_alike(path, read, "OUTPUT_DIR must be a folder that all ranks share")
-
-    def _load(self, path: str, keys: Iterable[str]) -> dict:
+    def _load(self, path: str, keys: list[str]) -> dict:
         """Load a file that need not be of this model; the rest is still part of the file."""
         self.logger.info("Loading the model from %s", path)
         file = read_alike(
             path, self._state.read, "MODEL.WEIGHTS must be the same file on all machines"
         )
         content = file.content
+        # The folder of an exported model need not be there.
+        if has_shards([content["model"], *(content.get(key) for key in keys)]):
+            check_folder(file)
         # Neither belongs to what else a file holds.
         content.pop("rank_buffers", None)
         content.pop("checkpointables", None)
@@ -286,7 +287,7 @@ class Checkpointer:
         stem = os.path.basename(path).removesuffix(".pth")
         kept = os.path.join(self.save_dir, f"{stem}_with_{'_'.join(names)}.pth")
         try:
-            link_or_copy(path, kept)
+            link_checkpoint(path, kept)
         except OSError as error:
             self.logger.warning("%s could not be kept: %s", path, error)
             return

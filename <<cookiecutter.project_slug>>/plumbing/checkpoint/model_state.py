@@ -11,6 +11,7 @@ from torch import nn
 from plumbing.errors import SettingsError
 
 from .archive import copied
+from .sharded import SavedShards, fit_to, is_sharded
 
 # The end of the name under which torch keeps what a module has added by get_extra_state.
 _EXTRA_STATE = "_extra_state"
@@ -28,12 +29,17 @@ class IncompatibleKeys(NamedTuple):
 
 
 def not_finite(state: dict[str, Any]) -> list[str]:
-    """Names of the tensors that hold NaN or an infinite value; no tensor is copied."""
+    """Names of the tensors that hold NaN or an infinite value; no tensor is copied.
+
+    Of a tensor that is divided between the ranks only the part of this rank counts.
+    """
     names = []
     for name, value in state.items():
         if not isinstance(value, torch.Tensor) or nn.parameter.is_lazy(value):
             continue
         value = value.detach()
+        if is_sharded(value):
+            value = value.to_local()
         if value.layout != torch.strided:
             value = value.to_sparse().coalesce().values()
         if value.is_complex():
@@ -58,7 +64,7 @@ def check_model_state(state: Any, path: str) -> None:
     if not isinstance(state, dict):
         raise SettingsError(f"checkpoint {path} is damaged: its model is not a dict")
     for name, value in state.items():
-        is_tensor = isinstance(value, (torch.Tensor, np.ndarray))
+        is_tensor = isinstance(value, (torch.Tensor, np.ndarray, SavedShards))
         if not is_tensor and not str(name).endswith(_EXTRA_STATE):
             raise SettingsError(f"checkpoint {path} is damaged: {name} is not a tensor")
 
@@ -91,6 +97,8 @@ def load_model_state(model: nn.Module, state: dict, path: str, advice: str) -> I
         if saved_shape != own_shape:
             del state[name]
             incorrect_shapes.append((name, tuple(saved_shape), tuple(own_shape)))
+            continue
+        state[name] = fit_to(own, state[name])
     missing, unexpected = model.load_state_dict(state, strict=False)
     # A parameter that two modules share has two names; one of them in the file is enough.
     found = _names_with_values(own_state, state)

@@ -4,12 +4,13 @@ import contextlib
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple
 
 from plumbing.errors import SettingsError
 
 from .archive import CheckpointFile, UnsafeFileError, read_file
+from .sharded import checkpoints_with_folders, remove_folders
 
 logger = logging.getLogger("plumbing.checkpoint")
 
@@ -30,7 +31,10 @@ class Candidate(NamedTuple):
 
 
 def find_newest(
-    folder: str, tagged: str, read: Callable[[str], CheckpointFile]
+    folder: str,
+    tagged: str,
+    read: Callable[[str], CheckpointFile],
+    damaged: Collection[str] = (),
 ) -> CheckpointFile | None:
     """Read the newest checkpoint of a folder that is whole.
 
@@ -47,6 +51,7 @@ def find_newest(
     Args:
         tagged: path of the tagged file; "" if there is none.
         read: reads a file, or raises SettingsError if it is damaged.
+        damaged: paths that are already known to be damaged, and are passed over.
 
     Returns:
         None if the folder has no candidates.
@@ -58,6 +63,8 @@ def find_newest(
     num_tried = 0
     for candidate in _candidates(folder, tagged):
         num_tried += 1
+        if candidate.path in damaged:
+            continue
         file = _read_if_whole(candidate, read)
         if file is not None:
             return file
@@ -82,6 +89,9 @@ def remove_torn_files(folder: str) -> None:
         if _TORN.fullmatch(name):
             with contextlib.suppress(OSError):
                 os.remove(os.path.join(folder, name))
+    for path in checkpoints_with_folders(folder):
+        with contextlib.suppress(SettingsError):
+            remove_folders(path, but_token=_token_in(path))
 
 
 def _candidates(folder: str, tagged: str) -> Iterator[Candidate]:
@@ -130,6 +140,18 @@ def _read_if_whole(
         logger.warning("Passing over a file: %s", error)
         return None
     return file
+
+
+def _token_in(path: str) -> str:
+    """The token of the folder that a file knows; "" if there is no file, or none for a folder.
+
+    Raises:
+        SettingsError: the file is damaged, so it is not known which folder is right.
+    """
+    if not os.path.exists(path):
+        return ""
+    shards = read_file(path, check_tensors=False).shards
+    return shards.record["token"] if shards is not None else ""
 
 
 def _iteration_of(path: str) -> int | None:

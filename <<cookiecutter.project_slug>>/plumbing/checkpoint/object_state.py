@@ -19,6 +19,7 @@ from .model_state import with_own_extra_states
 from .optimizer_state import load_optimizer, save_optimizer
 from .plain import to_plain_types
 from .scheduler_state import is_scheduler_state, load_scheduler, save_scheduler
+from .sharded import fit_to, has_shards
 
 logger = logging.getLogger("plumbing.checkpoint")
 
@@ -83,11 +84,14 @@ def load_object(
                 f" {type(owner).__name__} now: build the same kind again"
             )
         elif isinstance(owner, nn.Module):
-            owner.load_state_dict(with_own_extra_states(state))
+            own_state = with_own_extra_states(state)
+            owner.load_state_dict(fit_to(owner.state_dict(), own_state))
         else:
             # The object may keep the tensors, which must not be part of a file then.
             own_state = copied(state)
             release(state)
+            if has_shards(own_state):
+                own_state = fit_to(owner.state_dict(), own_state)
             owner.load_state_dict(own_state)
     release(state)
 

@@ -16,6 +16,7 @@ from torch import nn
 from plumbing.errors import SettingsError
 
 from .archive import copied
+from .sharded import SavedShards, copy_saved, whole
 
 logger = logging.getLogger("plumbing.checkpoint")
 
@@ -144,16 +145,17 @@ def fit_state(parameter: torch.Tensor, state: dict) -> dict:
     """Copy the state of a parameter to its device and its layout in memory.
 
     The fused kernels walk through memory, so a tensor of the parameter's shape needs the strides
-    of the parameter.  Its type stays.
+    of the parameter.  Its type stays.  It is divided between the ranks if the parameter is.
     """
     fitted = {}
     for key, value in state.items():
-        if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+        is_tensor = isinstance(value, (torch.Tensor, SavedShards))
+        if is_tensor and value.shape == parameter.shape:
             layout = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
-            fitted[key] = layout.copy_(value)
+            fitted[key] = copy_saved(value, layout)
         else:
             # The number of steps, sums over rows, lists of earlier steps and the like.
-            fitted[key] = copied(value)
+            fitted[key] = copied(whole(value))
     return fitted
 
 
@@ -183,8 +185,8 @@ def check_parameter_state(
     for key, value in state.items():
         if key in _ONE_NUMBER:
             fits = isinstance(value, (int, float)) or _has_one_element(value)
-        elif isinstance(value, torch.Tensor):
-            is_number = value.is_floating_point() or value.is_complex()
+        elif isinstance(value, (torch.Tensor, SavedShards)):
+            is_number = value.dtype.is_floating_point or value.dtype.is_complex
             fits = value.shape == parameter.shape and is_number
         else:
             fits = value is None

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from .checkpointer import Checkpointer
+from .sharded import remove_checkpoint
 
 
 class PeriodicCheckpointer:
@@ -97,7 +98,7 @@ class PeriodicCheckpointer:
         for path in oldest_first[: -self.max_to_keep]:
             # A file that cannot be deleted does no harm.
             with contextlib.suppress(OSError):
-                os.remove(path)
+                remove_checkpoint(path)
 
     def _stays(self, number: int) -> bool:
         return self.keep_period > 0 and (number + 1) % self.keep_period == 0

@@ -1,15 +1,12 @@
 """What a checkpoint can hold: tensors, and the plain types of Python."""
 
 import os
-import sys
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
-
-from plumbing.errors import SettingsError
 
 _AS_THEY_ARE = (torch.Tensor, torch.dtype, torch.device, type(None), bool)
 _NUMBERS_AND_STRINGS = (int, float, complex, str, bytes)
@@ -23,14 +20,7 @@ def to_plain_types(value: Any, where: str = "") -> Any:
 
     Raises:
         TypeError: the value has a type that a checkpoint cannot hold.
-        SettingsError: a tensor is divided between the ranks.
     """
-    if isinstance(value, torch.Tensor) and _is_sharded(value):
-        raise SettingsError(
-            f"{where} is divided between the ranks (a {type(value).__name__}), and a checkpoint"
-            " can only hold whole tensors: train with DistributedDataParallel, or gather it in"
-            " the state_dict of its object"
-        )
     # A bool cannot have subclasses; all other plain types can, see below.
     if isinstance(value, _AS_THEY_ARE):
         return value
@@ -63,9 +53,3 @@ def _content(value: Any, kind: type) -> Any:
 
 def _join(where: str, key: Any) -> str:
     return f"{where}.{key}" if where else str(key)
-
-
-def _is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a DTensor, without an import that takes seconds."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)

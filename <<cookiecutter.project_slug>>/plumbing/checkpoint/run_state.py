@@ -15,9 +15,10 @@ from .archive import CheckpointFile, read_file
 from .model_state import check_model_state, describe, load_model_state, not_finite
 from .object_state import errors_in_one_line, has_dict, load_object, save_object
 from .plain import to_plain_types
+from .sharded import refuse_sharded
 
 # Keys of a file that are not objects of the user.
-_RESERVED = ("model", "config", "rank_buffers", "per_rank", "checkpointables")
+_RESERVED = ("model", "config", "rank_buffers", "per_rank", "checkpointables", "sharded")
 
 
 class RunState:
@@ -82,11 +83,12 @@ class RunState:
         """Context of a save, in which floating point buffers are means over ranks.  Collective.
 
         Yields:
-            The content of a file, in plain types.
+            The content of a file, in plain types.  Tensors that are divided between the ranks are
+            DTensors.
 
         Raises:
             NonFiniteError: a weight is NaN or infinite on any rank; all ranks raise it.
-            SettingsError: a tensor is divided between the ranks.
+            SettingsError: a tensor of an object in ``per_rank`` is divided between the ranks.
         """
         modules = self.modules()
         with contextlib.ExitStack() as stack:
@@ -102,6 +104,7 @@ class RunState:
                 content[key] = save_object(key, checkpointable, modules)
             if self.per_rank:
                 own = {key: save_object(key, each, modules) for key, each in self.per_rank.items()}
+                refuse_sharded(own, "per_rank")
                 every = comm.all_gather(own)
                 # From a list of dicts to a dict of lists.
                 content["per_rank"] = {key: [states[key] for states in every] for key in own}
