@@ -110,7 +110,10 @@ def test_no_class_is_made_from_its_name(name):
     for call in calls(name, "getattr"):
         is_module = ast.unparse(call.args[0]).split(".")[0] in modules
         by_name = not isinstance(call.args[1], ast.Constant)
-        assert not (is_module and by_name) or name == "solver.py"
+        assert not (is_module and by_name) or name in (
+            "solver.py",
+            "plumbing/checkpoint/shard_files.py",
+        )
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -793,6 +793,29 @@ def test_weights_and_statistics_that_are_not_finite_are_not_saved(folder, name):
     assert names_in(folder) == ["good.pth", "last_checkpoint"]
 
 
+def test_weights_of_another_module_that_are_not_finite_are_not_saved_either(folder):
+    critic = nn.Linear(2, 2)
+    critic.register_buffer("mask", torch.full((2,), -math.inf))
+    checkpointer = Checkpointer(nn.Linear(2, 2), folder, critic=critic)
+    checkpointer.save("good")
+    with torch.no_grad():
+        critic.bias[0] = math.nan
+    with pytest.raises(NonFiniteError, match=r"not finite: critic.bias; last good.*good\.pth"):
+        checkpointer.save("bad")
+    assert names_in(folder) == ["good.pth", "last_checkpoint"]
+
+
+def test_a_module_that_a_file_does_not_hold_keeps_its_weights_with_a_warning(folder, warnings):
+    model = nn.Linear(2, 2)
+    Checkpointer(model, folder).save("early")
+    teacher = nn.Linear(2, 2)
+    before = teacher.weight.clone()
+    Checkpointer(model, folder, teacher=teacher).resume_or_load("", resume=True)
+    assert torch.equal(teacher.weight, before)
+    (warning,) = warnings()
+    assert warning.endswith("early.pth holds no teacher, whose weights stay as they were built")
+
+
 def test_large_numbers_and_layers_without_a_shape_yet_are_no_fault(folder):
     model = nn.Sequential(nn.LazyLinear(2), nn.Linear(2, 2).double(), nn.Linear(2, 2).bfloat16())
     checkpointer = Checkpointer(model)

@@ -69,7 +69,9 @@ def load_object(
     """
     if state is None or is_empty(state):
         # The state is empty for a good reason if that of the object is empty, too.
-        if state is None or owner.state_dict():
+        if isinstance(owner, nn.Module):
+            logger.warning("%s holds no %s, whose weights stay as they were built", path, key)
+        elif state is None or owner.state_dict():
             logger.warning("%s holds no %s, which starts anew", path, key)
         return
     with errors_in_one_line(path, key):

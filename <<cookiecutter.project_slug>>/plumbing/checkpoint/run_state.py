@@ -35,8 +35,8 @@ class RunState:
         self.model = unwrap(model)
         self.checkpointables: dict[str, Any] = {}
         self.per_rank: dict[str, Any] = {}
-        # For example a mask of -inf, which is a buffer.
-        self._may_be_infinite = set(not_finite(self.model.state_dict()))
+        # By the names of modules.  For example a mask of -inf, which is a buffer.
+        self._may_be_infinite = {"model": set(not_finite(self.model.state_dict()))}
 
     def add(self, key: str, checkpointable: Any, per_rank: bool) -> None:
         """Add an object.
@@ -54,6 +54,7 @@ class RunState:
                 )
         if isinstance(checkpointable, nn.Module):
             checkpointable = unwrap(checkpointable)
+            self._may_be_infinite[key] = set(not_finite(checkpointable.state_dict()))
         if per_rank:
             self.per_rank[key] = checkpointable
         else:
@@ -99,9 +100,9 @@ class RunState:
                     rank_buffers[key] = all_buffers
             # Each state_dict is called on all ranks, because some of them communicate.
             content = {"model": to_plain_types(self.model.state_dict(), "model")}
-            self._refuse_what_is_not_finite(content["model"])
             for key, checkpointable in self.checkpointables.items():
                 content[key] = save_object(key, checkpointable, modules)
+            self._refuse_what_is_not_finite({key: content[key] for key in modules})
             if self.per_rank:
                 own = {key: save_object(key, each, modules) for key, each in self.per_rank.items()}
                 refuse_sharded(own, "per_rank")
@@ -171,10 +172,19 @@ class RunState:
                 with errors_in_one_line(path, f"the buffers of {key}"):
                     load_buffers(modules[key], saved, comm.get_rank())
 
-    def _refuse_what_is_not_finite(self, state: dict) -> None:
-        """Raise NonFiniteError if a weight on any rank is not finite.  Collective."""
+    def _refuse_what_is_not_finite(self, states: dict[str, dict]) -> None:
+        """Raise NonFiniteError if a weight on any rank is not finite.  Collective.
+
+        Args:
+            states: of the model and the other modules, by name.
+        """
+        own = []
+        for key, state in states.items():
+            prefix = "" if key == "model" else f"{key}."
+            for name in not_finite(state):
+                if name not in self._may_be_infinite[key]:
+                    own.append(f"{prefix}{name}")
         # A rank alone that raises would leave the others waiting for it.
-        own = [name for name in not_finite(state) if name not in self._may_be_infinite]
         for names in comm.all_gather(own):
             if names:
                 raise NonFiniteError(
