@@ -116,18 +116,25 @@ def test_logging_a_late_iteration_takes_the_steps_of_an_early_one(writers):
     assert abs(late - early) <= 0.01 * early
 
 
-def peak_of_a_save(folder, num_tensors):
-    """MiB by which a save raises this process's largest resident size; a tensor has 1 MiB."""
+def peak_of_a_save(folder, num_tensors, num_rows, dtype):
+    """MiB by which a save raises this process's largest resident size; a row has 512 numbers."""
     Checkpointer(nn.Linear(2, 2), folder).save("warm_up")
-    model = nn.ParameterList(torch.rand(512, 512) for _ in range(num_tensors))
+    dtype = getattr(torch, dtype)
+    model = nn.ParameterList(torch.ones(num_rows, 512, dtype=dtype) for _ in range(num_tensors))
     scale = 1 if sys.platform == "darwin" else 1024
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     Checkpointer(model, folder).save("large")
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * scale / MIB
 
 
-def test_a_save_takes_at_most_a_twentieth_of_the_state_as_memory(on_ranks, tmp_path):
-    (rank,) = on_ranks(1, peak_of_a_save, str(tmp_path), 64)
+@pytest.mark.parametrize(
+    ("num_tensors", "num_rows", "dtype"),
+    [(64, 512, "float32"), (1, 64 * 512, "float32"), (1, 64 * 1024, "bfloat16")],
+)
+def test_a_save_takes_at_most_a_twentieth_of_the_state_as_memory(
+    on_ranks, tmp_path, num_tensors, num_rows, dtype
+):
+    (rank,) = on_ranks(1, peak_of_a_save, str(tmp_path), num_tensors, num_rows, dtype)
     assert rank.code == 0, rank.printed
     assert (tmp_path / "large.pth").stat().st_size > 64 * MIB
     assert rank.result <= 64 / 20

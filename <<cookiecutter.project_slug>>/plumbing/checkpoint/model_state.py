@@ -46,8 +46,8 @@ def not_finite(state: dict[str, Any]) -> list[str]:
             value = torch.view_as_real(value.resolve_conj())
         if not value.is_floating_point() or value.numel() == 0:
             continue
-        if value.dtype not in (torch.float32, torch.float64):
-            # aminmax does not know every short type.
+        if value.element_size() == 1:
+            # aminmax does not know the types of 8 bits.
             value = value.float()
         low, high = torch.aminmax(value)
         if not (math.isfinite(low) and math.isfinite(high)):

@@ -104,10 +104,8 @@ def load_optimizer(
                 new_names.append(name)
             fitted[parameter] = {
                 **optimizer.state.get(parameter, {}),
-                **fit_state(parameter, state),
+                **fit_state(parameter, state, release),
             }
-            # Part by part, so that a resume does not need memory for two optimizers.
-            release(state)
             _follow_settings(fitted[parameter], group, parameter)
     _warn_of_new_parameters(new_names)
     others = {key: value for key, value in saved.items() if key != "kind"}
@@ -141,11 +139,14 @@ def parameter_names(
     return names
 
 
-def fit_state(parameter: torch.Tensor, state: dict) -> dict:
+def fit_state(parameter: torch.Tensor, state: dict, release: Callable[[Any], None]) -> dict:
     """Copy the state of a parameter to its device and its layout in memory.
 
     The fused kernels walk through memory, so a tensor of the parameter's shape needs the strides
     of the parameter.  Its type stays.  It is divided between the ranks if the parameter is.
+
+    Args:
+        release: is called with each value that has been copied.
     """
     fitted = {}
     for key, value in state.items():
@@ -156,6 +157,8 @@ def fit_state(parameter: torch.Tensor, state: dict) -> dict:
         else:
             # The number of steps, sums over rows, lists of earlier steps and the like.
             fitted[key] = copied(whole(value))
+        # One by one, so that a resume does not need memory for two optimizers.
+        release(value)
     return fitted
 
 

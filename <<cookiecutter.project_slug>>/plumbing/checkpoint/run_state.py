@@ -15,6 +15,7 @@ from .archive import CheckpointFile, read_file
 from .model_state import check_model_state, describe, load_model_state, not_finite
 from .object_state import errors_in_one_line, has_dict, load_object, save_object
 from .plain import to_plain_types
+from .release import released_module_by_module
 from .sharded import refuse_sharded
 
 # Keys of a file that are not objects of the user.
@@ -138,7 +139,10 @@ class RunState:
             What does not fit, in one line; "" if all does.
         """
         state = file.content.pop("model")
-        with errors_in_one_line(file.path, "the model"):
+        with (
+            errors_in_one_line(file.path, "the model"),
+            released_module_by_module(self.model, state, file.release),
+        ):
             incompatible = load_model_state(self.model, state, file.path, advice)
         file.release(state)
         return describe(incompatible)
