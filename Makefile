@@ -11,7 +11,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist load
 
 export PYTHONDONTWRITEBYTECODE := 1
 
-.PHONY: help demo test recipes bench soak lint clean
+.PHONY: help demo test recipes slurm bench soak lint clean
 .DELETE_ON_ERROR:
 
 help:  ## list these commands
@@ -35,6 +35,12 @@ test: lint $(OLD)/installed $(FLOORS)/installed  ## test the project's code, the
 
 recipes: .venv/installed  ## with each recipe, run the whole suite of a project, a training and a resume
 	$(PYTEST) --dist load -m slow tests/test_each_recipe.py
+
+slurm: .venv/installed  ## train under a real SLURM that the test starts; as root, with Debian's packages of it
+	@for program in munged slurmctld slurmd sbatch; do \
+	    PATH="$$PATH:/usr/sbin" command -v $$program >/dev/null || { echo "$$program is missing:" \
+	        "apt-get install --no-install-recommends slurmctld slurmd slurm-client munge"; exit 1; }; done
+	$(PYTEST) tests/test_slurm.py
 
 PROGRAMS ?=
 bench: .venv/installed  ## run the measuring programs: PROGRAMS="tests/bench/loop.py ..."

@@ -192,9 +192,10 @@ def test_a_run_leaves_a_final_model_and_its_settings(output):
     assert f"MAX_ITER: {MAX_ITER}" in (output / "config.yaml").read_text()
 
 
-# train.sbatch, with SLURM's two programs played by scripts.
+# train.sbatch, with SLURM's two programs played by scripts; test_slurm.py has a real SLURM.
 
 SRUN = """#!/bin/sh
+while [ "${1#--}" != "$1" ]; do shift; done
 exec "$@"
 """
 SCONTROL = """#!/bin/sh

@@ -73,7 +73,7 @@ INSTEAD = {
         "there is one machine: it plays both", TWO_NODES
     ),
     "sbatch train.sbatch OUTPUT_DIR output_slurm": StandIn(
-        "there is no SLURM: test_project.py plays it", "bash -n train.sbatch"
+        "it needs a SLURM: test_slurm.py starts one", "bash -n train.sbatch"
     ),
     "tensorboard --logdir output": StandIn("it serves until it is stopped", TENSORBOARD),
 }
