@@ -307,8 +307,6 @@ def test_an_object_that_is_added_to_a_run_starts_anew_with_a_warning(apply, tmp_
     log = (tmp_path / "run/log.txt").read_text()
     line = "WARNING.*model_final.pth holds no extra, whose weights stay as they were built"
     assert re.search(line, log)
-        "WARNING.*model_final.pth holds no extra, whose weights stay as they were built", log
-    )
     assert "extra" in checkpoint_of(tmp_path / "run")
 
 
