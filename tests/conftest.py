@@ -49,6 +49,15 @@ def run(command, cwd, timeout=900, **variables):
     return done.stdout
 
 
+def descendants(pid):
+    """The processes that a process has started, and those that these have started."""
+    listed = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True)
+    pids = []
+    for child in map(int, listed.stdout.split()):
+        pids += [child, *descendants(child)]
+    return pids
+
+
 def files_under(folder):
     """Return the sorted relative names of all files below a folder, git's own left out."""
     names = [path.relative_to(folder) for path in Path(folder).rglob("*") if path.is_file()]

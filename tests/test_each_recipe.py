@@ -15,6 +15,7 @@ import time
 
 import pytest
 import recipes
+from conftest import descendants
 from edited_loops import EDITS, edited
 from recipes import git
 
@@ -173,12 +174,14 @@ def kill_after_a_save(command, output, cwd):
         env=environment,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,
     )
     deadline = time.monotonic() + TIMEOUT_SECONDS
     while process.poll() is None and not list(output.glob("model_000000[3-9].pth")):
         assert time.monotonic() < deadline, "no checkpoint was saved"
         time.sleep(0.01)
-    with contextlib.suppress(ProcessLookupError):  # it was faster
-        os.killpg(process.pid, signal.SIGKILL)
+    # torchrun comes first, and so it has no time to end its ranks in good order.
+    pids = [process.pid, *descendants(process.pid)]
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):  # it was faster
+            os.kill(pid, signal.SIGKILL)
     process.wait()

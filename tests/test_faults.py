@@ -13,6 +13,7 @@ import time
 
 import pytest
 import torch
+from conftest import descendants
 
 CLOCK = {"time", "data_time", "samples_per_second", "eta_seconds"}
 WORDS = """
@@ -83,15 +84,6 @@ def show_stacks(launcher):
             # The ranks have enabled faulthandler, which prints at this signal.
             os.kill(pid, signal.SIGABRT)
         time.sleep(0.5)
-
-
-def descendants(pid):
-    """The processes that a process has started, and those that these have started."""
-    listed = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True)
-    pids = []
-    for child in map(int, listed.stdout.split()):
-        pids += [child, *descendants(child)]
-    return pids
 
 
 def outcome(output):
