@@ -3,6 +3,7 @@
 import logging
 import os
 import platform
+import resource
 import subprocess
 import sys
 
@@ -13,6 +14,11 @@ from plumbing import comm
 from plumbing.errors import SettingsError
 
 logger = logging.getLogger(__name__)
+
+# gloo connects each rank with each other one, in two groups: that of the training, and that in
+# which the ranks agree where to stop.
+_CONNECTIONS_PER_RANK = 2
+_OTHER_OPEN_FILES = 512  # logs, data, pipes of workers, libraries
 
 
 def setup_backends(float32_precision: str, cudnn_benchmark: bool, deterministic: bool) -> None:
@@ -33,6 +39,24 @@ def setup_backends(float32_precision: str, cudnn_benchmark: bool, deterministic:
         # cuBLAS reads it when it is first used, and is not deterministic without it.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(deterministic)
+
+
+def allow_open_files(num_ranks: int) -> None:
+    """Raise this process's limit of open files if so many ranks need more; often it is 1,024.
+
+    Raises:
+        SettingsError: the machine does not allow as many.
+    """
+    needed = _CONNECTIONS_PER_RANK * num_ranks + _OTHER_OPEN_FILES
+    limit, highest = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY or limit >= needed:
+        return
+    if highest != resource.RLIM_INFINITY and highest < needed:
+        raise SettingsError(
+            f"{num_ranks} ranks need {needed} open files each, and this machine allows {highest}:"
+            " raise the hard limit (ulimit -Hn)"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, highest))
 
 
 def log_environment(device: torch.device) -> None:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from plumbing import comm, preemption, run_folder
+from plumbing.environment import allow_open_files
 from plumbing.errors import NonFiniteError, SettingsError, StoppedBySignal, last_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -87,7 +88,8 @@ def init_process_group(device: torch.device, timeout_seconds: float) -> None:
             seconds are added.
 
     Raises:
-        SettingsError: WORLD_SIZE is set, but no launcher has set the rest.
+        SettingsError: WORLD_SIZE is set, but no launcher has set the rest; or the machine does not
+            allow as many open files as so many ranks need.
         TimeoutError: not all ranks have come.
     """
     world_size = launched_ranks()
@@ -99,6 +101,7 @@ def init_process_group(device: torch.device, timeout_seconds: float) -> None:
             f"the environment has WORLD_SIZE={world_size} but no {' and no '.join(missing)}: start"
             " several ranks with torchrun, or `unset WORLD_SIZE` for a single process"
         )
+    allow_open_files(world_size)
     timeout = timedelta(seconds=timeout_seconds + _MARGIN_SECONDS)
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
     prefix = _agree_on_prefix(store, rank, world_size, timeout_seconds)

@@ -5,7 +5,9 @@ from itertools import chain, islice
 
 import numpy as np
 import pytest
+from plumbing import samplers
 from plumbing.errors import SettingsError
+from plumbing.loading import EvenBatches
 from plumbing.samplers import (
     InferenceSampler,
     TrainingBatchSampler,
@@ -163,6 +165,50 @@ def test_micro_batches_of_all_ranks_are_the_same_global_batch(
         batch = list(chain.from_iterable(chain.from_iterable(micro_batches)))
         positions = iteration * 32 + np.arange(32)
         assert batch == [tuple(key) for key in sample_keys(positions, 50, seed=1).tolist()]
+
+
+@pytest.mark.parametrize("later", [512, 2048])
+def test_1024_ranks_see_each_sample_once_an_epoch_also_after_a_resume_with_more_or_fewer(
+    as_rank, monkeypatch, later
+):
+    size = 10_007
+    monkeypatch.setattr(samplers, "_POSITIONS_AT_ONCE", 16)  # no more than is looked at
+    keys = []
+    for world_size, start_iter, num_iters in ((1024, 0, 3), (later, 3, 7)):
+        for rank in range(world_size):
+            as_rank(rank, world_size)
+            sampler = TrainingBatchSampler(size, 2048, seed=5, start_iter=start_iter)
+            keys.extend(islice(sampler, num_iters))
+    keys = np.concatenate(keys)
+    assert len(keys) == 10 * 2048
+    for epoch in range(2):
+        indices = keys[keys[:, 0] == epoch, 1]
+        assert np.array_equal(np.sort(indices), np.arange(size))
+
+
+def test_1024_ranks_evaluate_each_sample_once(as_rank):
+    counts = np.zeros(10_007, dtype=int)
+    for rank in range(1024):
+        as_rank(rank, 1024)
+        for keys in EvenBatches(len(counts), batch_size=4):
+            np.add.at(counts, keys[:, 1], 1)
+    assert (counts == 1).all()
+
+
+@pytest.mark.parametrize("exponent", [9, 10, 11, 12])
+def test_up_to_10_to_the_12_samples_take_the_same_memory_and_none_comes_twice(as_rank, exponent):
+    size = 10**exponent
+    as_rank(1023, 1024)
+    tracemalloc.start()
+    batches = iter(TrainingBatchSampler(size, 2**16, seed=1, start_iter=5 * size // 2**16))
+    keys = np.concatenate(list(islice(batches, 1000)))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 5 * 2**20
+    assert set(keys[:, 0].tolist()) <= {4, 5}
+    assert len(np.unique(keys, axis=0)) == len(keys)
+    assert keys[:, 1].max() < size
+    assert keys[:, 1].max() > 0.99 * size
 
 
 def test_a_batch_may_cross_epochs_and_each_epoch_is_whole():
