@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -10,16 +12,20 @@ from types import SimpleNamespace
 import pytest
 
 BENCH = Path(__file__).parent / "bench"
-PROJECT = BENCH.parents[1] / "<<cookiecutter.project_slug>>"
+TEMPLATE = BENCH.parents[1]
+PROJECT = TEMPLATE / "<<cookiecutter.project_slug>>"
+SCALE = TEMPLATE / "docs" / "scale.md"
 SMALL = {
     # First, before others have left free memory in the process, which would hide what this needs.
     "big_model.py": "--megabytes 50",
+    "scale.py": "--rounds 1",
     "checkpoint.py": "--megabytes 1 --rounds 1",
     "evaluation.py": "",
     "gpu.py": "",
     "loading.py": "--batches 2 --rounds 1",
     "loop.py": "--iters 21 --rounds 1",
     "memory.py": "--iters 1100 --blocks 2",
+    "messages.py": "",
     "resume.py": "--iters 2000 --rounds 1",
     "sampler.py": "--batches 200",
     "startup.py": "--rounds 1 --no-warm-up",
@@ -33,6 +39,7 @@ NUM_ROWS = {  # that have a floor
     "memory.py": 2,
     "resume.py": 1,
     "sampler.py": 4,
+    "scale.py": 4,
     "startup.py": 2,
 }
 IN_ONE_PROCESS = """
@@ -55,7 +62,9 @@ def bench(monkeypatch):
 
 def run(*words, **env):
     command, env = [sys.executable, *map(str, words)], {**os.environ, **env}
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    return subprocess.run(
+        command, cwd=TEMPLATE, env=env, capture_output=True, text=True, timeout=600
+    )
 
 
 @pytest.fixture(scope="module")
@@ -78,13 +87,56 @@ def test_a_program_prints_its_rows_with_a_figure_for_the_floor(bench, printed, p
         assert verdict(row[-2], row[-1]) in ("held", "MISSED")
 
 
-@pytest.mark.parametrize("program", ["big_model.py", "evaluation.py", "sampler.py"])
+@pytest.mark.parametrize("program", ["big_model.py", "evaluation.py", "sampler.py", "scale.py"])
 def test_figures_that_no_other_program_disturbs_are_held(bench, printed, program):
     from table import rows_in, verdict
 
     for row in rows_in(printed[program]):
         if row[-1]:
             assert verdict(row[-2], row[-1]) == "held", row
+
+
+def test_the_page_on_scale_has_every_row_that_is_measured_for_it(bench, printed):
+    from table import rows_in
+
+    page = SCALE.read_text(encoding="utf-8")
+    for program in ("messages.py", "scale.py"):
+        rows = rows_in(printed[program])
+        assert rows
+        for name, *_ in rows:
+            assert f"\n| {name} | " in page, name
+
+
+def test_the_commands_of_the_page_on_scale_run(printed):
+    page = SCALE.read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```sh\n(.*?)^```", page, re.M | re.S)
+    for command in block.splitlines():
+        _, *words = shlex.split(command)
+        if words[0] == "-m":
+            done = run(*words, "--collect-only", "-q")
+            assert done.returncode == 0, done.stdout
+        else:
+            path = Path(words[0])
+            assert path.parent == Path("tests/bench")
+            assert path.name in printed
+            done = run(TEMPLATE / path, "--help")
+            for word in words[1:]:
+                assert not word.startswith("--") or word in done.stdout
+
+
+def test_the_numbers_of_collectives_are_those_of_the_page_on_scale(bench, printed):
+    from table import rows_in
+
+    counts = {
+        row[0].removeprefix("collectives of "): row[3] for row in rows_in(printed["messages.py"])
+    }
+    assert counts == {
+        "the start and the end": "12",
+        "a log, its values": "1",
+        "a log, its times": "1",
+        "a save": "2",
+        "an evaluation": "2",
+    }
 
 
 def test_every_program_is_tried(printed):

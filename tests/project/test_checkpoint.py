@@ -1038,6 +1038,18 @@ def test_a_save_takes_a_tenth_of_the_state_in_memory_and_a_resume_a_tenth_more_t
     assert evaluation <= 1.10
 
 
+def test_a_load_leaves_no_hook_behind_also_if_it_fails(folder):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    Checkpointer(model, folder).save("x")
+    fits = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    Checkpointer(fits).load(f"{folder}/x.pth")
+    fails = nn.Linear(3, 3)
+    with pytest.raises(SettingsError, match="nothing for this model"):
+        Checkpointer(fails).load(f"{folder}/x.pth")
+    for module in (*fits.modules(), fails):
+        assert not module._load_state_dict_post_hooks
+
+
 def test_the_settings_in_a_file_can_be_read_without_its_tensors(folder):
     Checkpointer(constant(1), folder, config="SEED: 1\n").save("x")
     path = Path(folder, "x.pth")
