@@ -40,7 +40,7 @@ slurm: .venv/installed  ## train under a real SLURM that the test starts; as roo
 	@for program in munged slurmctld slurmd sbatch; do \
 	    PATH="$$PATH:/usr/sbin" command -v $$program >/dev/null || { echo "$$program is missing:" \
 	        "apt-get install --no-install-recommends slurmctld slurmd slurm-client munge"; exit 1; }; done
-	$(PYTEST) tests/test_slurm.py
+	$(PYTEST) -m slow tests/test_slurm.py
 
 PROGRAMS ?=
 bench: .venv/installed  ## run the measuring programs: PROGRAMS="tests/bench/loop.py ..."

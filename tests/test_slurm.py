@@ -31,6 +31,7 @@ DigitNet.forward = slow_forward
 """
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(bool(missing_programs()), reason=f"no {', '.join(missing_programs())}"),
     pytest.mark.skipif(os.geteuid() != 0, reason="the daemons of SLURM need root"),
 ]
