@@ -16,6 +16,9 @@ import torch.distributed as dist
 
 from plumbing.errors import SettingsError
 
+# How gloo and NCCL say that the process at the other end of a connection is gone.
+_LOST_A_RANK = ("connection closed by peer", "connection reset by peer", "ncclremoteerror")
+
 
 def get_world_size() -> int:
     """The number of ranks."""
@@ -35,6 +38,11 @@ def get_local_rank() -> int:
 def get_local_size() -> int:
     """The number of ranks on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", get_world_size()))
+
+
+def get_num_nodes() -> int:
+    """The number of machines, as torchrun says; 1 without it."""
+    return int(os.environ.get("GROUP_WORLD_SIZE", "1"))
 
 
 def is_main_process() -> bool:
@@ -170,3 +178,21 @@ def reduce_dict(input_dict: dict, average: bool = True) -> dict:
     if average:
         values = values / get_world_size()
     return dict(zip(keys, values))
+
+
+def is_timeout(error: Exception) -> bool:
+    """Whether a wait for another rank took too long.
+
+    torch has no type for that: gloo raises a RuntimeError, the store a DistStoreError.
+    """
+    if not isinstance(error, RuntimeError):
+        return False
+    text = str(error).lower()
+    return "timed out waiting" in text or (isinstance(error, dist.DistError) and "timeout" in text)
+
+
+def has_lost_a_rank(error: Exception) -> bool:
+    """Whether another rank has ended first: then the error of that rank is the reason."""
+    text = str(error).lower()
+    lost = any(words in text for words in _LOST_A_RANK)
+    return isinstance(error, RuntimeError) and lost

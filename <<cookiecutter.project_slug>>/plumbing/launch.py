@@ -27,8 +27,6 @@ from plumbing.errors import NonFiniteError, SettingsError, StoppedBySignal, last
 
 logger = logging.getLogger(__name__)
 _DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# How gloo and NCCL say that the process at the other end of a connection is gone.
-_LOST_A_RANK = ("connection closed by peer", "connection reset by peer", "ncclremoteerror")
 _ERROR_STATUS = 2
 _SECONDS_FOR_OTHERS = 10.0
 _ELASTIC_SECONDS = 3.0
@@ -167,7 +165,8 @@ def launch(main: Callable[..., Any], *args: Any) -> None:
 
     * A return, or a signal that stopped the run: the last line of the log says where the results
       are, and the exit status is 0.
-    * A SettingsError, a NonFiniteError, a full disk or a time-out: one line, exit status 2.
+    * A SettingsError, a NonFiniteError, a full disk, a time-out or the loss of another rank: one
+      line, exit status 2.
     * Any other exception: its traceback.
 
     The line or the traceback stands in the log of this rank, too, and in torchrun's report.
@@ -195,6 +194,8 @@ def launch(main: Callable[..., Any], *args: Any) -> None:
         status = _ERROR_STATUS
     if not status:
         _log_the_end()
+    if preemption.was_stopped() and not status:
+        preemption.stop_launcher()
     # Before the exit of Python, which the threads of the process group may abort.
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -210,56 +211,44 @@ def _one_line(error: Exception) -> str | None:
         return f"{error}: make room, then --resume"
     if isinstance(error, TimeoutError) and "TIMEOUT_SECONDS" in str(error):
         return str(error)
-    if _is_timeout(error):
+    if comm.is_timeout(error):
         reason = str(error).splitlines()[0]
         return (
             f"rank {os.environ.get('RANK', 0)} has waited for another rank for as long as"
             f" TIMEOUT_SECONDS allows ({reason}): see the logs of the other ranks, and raise"
             " TIMEOUT_SECONDS if one of them was still at work, for example with its data"
         )
+    if comm.has_lost_a_rank(error):
+        reason = str(error).splitlines()[0]
+        return (
+            f"rank {os.environ.get('RANK', 0)} has lost another rank ({reason}): see the logs of"
+            " the other ranks; if a machine is gone, start all launchers again with --resume"
+        )
     return None
-
-
-def _is_timeout(error: Exception) -> bool:
-    """Whether a wait for another rank took too long.
-
-    torch has no type for that: gloo raises a RuntimeError, the store a DistStoreError.
-    """
-    if not isinstance(error, RuntimeError):
-        return False
-    text = str(error).lower()
-    return "timed out waiting" in text or (isinstance(error, dist.DistError) and "timeout" in text)
-
-
-def _has_lost_a_rank(error: Exception) -> bool:
-    """Whether another rank has ended first: then the error of that rank is the reason."""
-    text = str(error).lower()
-    lost = any(words in text for words in _LOST_A_RANK)
-    return isinstance(error, RuntimeError) and lost
 
 
 def _report_traceback(error: Exception) -> None:
     # To the file only: Python itself prints the traceback on the screen.
     _write_to_log_file("".join(traceback.format_exception(error)).rstrip())
-    if _has_lost_a_rank(error) and "TORCHELASTIC_RUN_ID" in os.environ:
-        # torchrun counts in whole seconds, and would call this rank the root cause as well.
-        # Meanwhile it ends this process with a signal, so that only the other one has an error.
-        time.sleep(_ELASTIC_SECONDS)
     get_error_handler().record_exception(error)
 
 
 def _report_line(error: Exception, message: str) -> None:
     _write_to_log_file(f"error: {message}")
-    # torchrun prints the traceback of the exception that is being handled.  Without its stack and
-    # causes that is one line: the type and the message.
-    try:
-        raise type(error)(message) from None
-    except Exception as short:
-        short.__context__ = None
-        get_error_handler().record_exception(short.with_traceback(None))
+    has_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    if has_torchrun and comm.has_lost_a_rank(error):
+        # If the other rank was on another machine, its error is not on the screen of this one.
+        if comm.get_local_rank() == 0 and comm.get_num_nodes() > 1:
+            print(f"error: {message}", file=sys.stderr, flush=True)
+        # torchrun counts in whole seconds, and would call this rank the root cause as well.
+        # Meanwhile it ends this process with a signal, so that only the other one has an error.
+        time.sleep(_ELASTIC_SECONDS)
+        _record_line(error, message)
+        return
 
+    _record_line(error, message)
     rank = os.environ.get("RANK", "0")
-    if rank != "0" and "TORCHELASTIC_RUN_ID" in os.environ:
+    if rank != "0" and has_torchrun:
         # Most errors are raised on all ranks alike, and one line is enough.  The first rank that
         # ends is rank 0, or the one with the lowest number, and torchrun ends the others while
         # they sleep.
@@ -268,6 +257,17 @@ def _report_line(error: Exception, message: str) -> None:
         # Other launchers may let this rank live: leave the line to rank 0, and to the log.
         return
     print(f"error: {message}", file=sys.stderr, flush=True)
+
+
+def _record_line(error: Exception, message: str) -> None:
+    """Put one line into torchrun's report: the type and the message."""
+    # torchrun prints the traceback of the exception that is being handled.  This one has no stack
+    # and no causes.
+    try:
+        raise type(error)(message) from None
+    except Exception as short:
+        short.__context__ = None
+        get_error_handler().record_exception(short.with_traceback(None))
 
 
 def _write_to_log_file(message: str) -> None:

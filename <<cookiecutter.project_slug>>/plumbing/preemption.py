@@ -3,6 +3,8 @@
 import enum
 import itertools
 import logging
+import os
+import signal
 import threading
 from typing import Any
 
@@ -12,7 +14,7 @@ import torch.distributed as dist
 from plumbing import comm
 from plumbing.signals import SIGNALS, SignalWatcher
 
-__all__ = ["SIGNALS", "StopRequest", "current_request", "was_stopped"]
+__all__ = ["SIGNALS", "StopRequest", "current_request", "stop_launcher", "was_stopped"]
 
 logger = logging.getLogger(__name__)
 _POLL_SECONDS = 0.5
@@ -20,6 +22,7 @@ _POLL_SECONDS = 0.5
 _numbers = itertools.count()  # of the requests of this process, the same on all ranks
 _current: "StopRequest | None" = None
 _was_stopped = False
+_was_asked = False
 
 
 class Phase(enum.Enum):
@@ -86,7 +89,7 @@ class StopRequest:
         return self
 
     def __exit__(self, error: type | None, *_: Any) -> None:
-        global _current
+        global _current, _was_asked
         _current = None
         # After an error the other ranks may never come to this point: do not wait for them.
         self._left_after_error = error is not None
@@ -94,6 +97,7 @@ class StopRequest:
         if not self._is_single_process:
             self._thread.join(timeout=2 * _POLL_SECONDS if self._left_after_error else None)
         self._signals.stop()
+        _was_asked = self._signals.asked
 
     def agreed(self) -> bool:
         """Whether all ranks stop here.
@@ -168,3 +172,26 @@ def current_request() -> StopRequest | None:
 def was_stopped() -> bool:
     """Whether the ranks have stopped at the last request of this process."""
     return _was_stopped
+
+
+# With several nodes a signal may come to one torchrun only, and the others do not know of it.  When
+# the ranks of another node end, their torchrun takes that for the end of the training.  It then
+# waits until every other torchrun says the same, which the one with the signal does not: 5 minutes,
+# which no option of torch shortens, and in which it does not even react to a signal.  So a rank
+# hands the signal on before it ends.  Then every torchrun ends in the same way.
+
+
+def stop_launcher() -> None:
+    """After a stop, end the torchrun of this node if the signal went to another.  Collective."""
+    if comm.get_num_nodes() == 1:
+        return
+    node = os.environ["GROUP_RANK"]
+    try:
+        # This also waits until rank 0 has saved.  The torchrun that ends may be the one that all
+        # others need, and a torchrun that loses it kills its ranks 30 seconds later.
+        every = comm.all_gather((node, _was_asked))
+    except RuntimeError:
+        return  # A rank has ended in another way, and so will its torchrun.
+    knows_it = all(was_asked for other, was_asked in every if other == node)
+    if comm.get_local_rank() == 0 and not knows_it:
+        os.kill(os.getppid(), signal.SIGTERM)
