@@ -239,7 +239,7 @@ def _report_line(error: Exception, message: str) -> None:
     if has_torchrun and comm.has_lost_a_rank(error):
         # If the other rank was on another machine, its error is not on the screen of this one.
         if comm.get_local_rank() == 0 and comm.get_num_nodes() > 1:
-            print(f"error: {message}", file=sys.stderr, flush=True)
+            _print_line(message)
         # torchrun counts in whole seconds, and would call this rank the root cause as well.
         # Meanwhile it ends this process with a signal, so that only the other one has an error.
         time.sleep(_ELASTIC_SECONDS)
@@ -256,6 +256,10 @@ def _report_line(error: Exception, message: str) -> None:
     elif rank != "0" and isinstance(error, (SettingsError, NonFiniteError)):
         # Other launchers may let this rank live: leave the line to rank 0, and to the log.
         return
+    _print_line(message)
+
+
+def _print_line(message: str) -> None:
     print(f"error: {message}", file=sys.stderr, flush=True)
 
 

@@ -152,16 +152,25 @@ class StopRequest:
         """Return when a rank was asked, when this rank has left, or when the store is gone."""
         # torch has no public way to the store.  The thread needs a connection of its own: on a
         # shared one it would block the training, or wait for it.
-        store = dist.distributed_c10d._get_default_store().clone()
-        store = dist.PrefixStore(prefix, store)
+        shared = dist.distributed_c10d._get_default_store()
         try:
-            while not self._left.wait(_POLL_SECONDS):
-                if self._signals.asked:
-                    store.set("asked", "")
-                if store.check(["asked"]):
-                    return
+            self._poll(dist.PrefixStore(prefix, shared.clone()))
+            return
+        except dist.DistError:
+            logger.info("A connection to the store is lost: another one is used")
+        # If only this connection broke, the other ranks know nothing of it.  This rank must not
+        # begin to decide alone: it would wait for them, and they for its next gradients.
+        try:
+            self._poll(dist.PrefixStore(prefix, shared))
         except dist.DistError:
             self._signals.launcher_is_gone()
+
+    def _poll(self, store: dist.Store) -> None:
+        while not self._left.wait(_POLL_SECONDS):
+            if self._signals.asked:
+                store.set("asked", "")
+            if store.check(["asked"]):
+                return
 
 
 def current_request() -> StopRequest | None:

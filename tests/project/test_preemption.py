@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+import torch.distributed as dist
 from conftest import ROOT, TIMEOUT, TORCHRUN
 from plumbing import comm, launch, preemption
 from plumbing.preemption import SIGNALS, StopRequest, current_request, was_stopped
@@ -171,6 +172,49 @@ def leaves_with_an_error():
     return comm.all_gather(comm.get_rank())
 
 
+def stops_although_a_connection_broke():
+    """Rank 1 loses its connection to the store; later rank 0 is asked."""
+    check = dist.PrefixStore.check
+    calls = []
+
+    def breaks_once(store, keys):
+        calls.append(keys)
+        if comm.get_rank() == 1 and len(calls) == 2:
+            raise dist.DistNetworkError("connection reset by peer")
+        return check(store, keys)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist.PrefixStore, "check", breaks_once)
+        call = stops(asked_rank=0, asked_call=400)
+    return call, len(calls) > 2
+
+
+def hands_it_on(was_asked, num_nodes=2):
+    """Whether this rank, alone on its node, sends a signal to its parent, and no other one."""
+    sent = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GROUP_WORLD_SIZE", str(num_nodes))
+        patch.setenv("GROUP_RANK", str(comm.get_rank()))
+        patch.setenv("LOCAL_RANK", "0")
+        patch.setattr(preemption, "_was_asked", was_asked)
+        patch.setattr(os, "kill", lambda *sent_to: sent.append(sent_to))
+        preemption.stop_launcher()
+    assert sent in ([], [(os.getppid(), signal.SIGTERM)])
+    return bool(sent)
+
+
+def hands_it_on_if_the_other_node_was_asked():
+    return hands_it_on(was_asked=comm.get_rank() == 0)
+
+
+def hands_it_on_if_both_nodes_were_asked():
+    return hands_it_on(was_asked=True)
+
+
+def hands_it_on_within_one_node():
+    return hands_it_on(was_asked=comm.get_rank() == 0, num_nodes=1)
+
+
 @pytest.fixture(scope="module")
 def both():
     """{name of a check: [what rank 0 returned, what rank 1 returned]}"""
@@ -180,6 +224,10 @@ def both():
         continues_unless_asked,
         finishes_although_asked_at_the_end,
         leaves_with_an_error,
+        stops_although_a_connection_broke,
+        hands_it_on_if_the_other_node_was_asked,
+        hands_it_on_if_both_nodes_were_asked,
+        hands_it_on_within_one_node,
     )
     return {name: [rank[name] for rank in ranks] for name in ranks[0]}
 
@@ -202,6 +250,24 @@ def test_a_rank_that_is_asked_after_its_last_call_finishes(both):
 
 def test_ranks_that_leave_with_an_error_do_not_wait_for_each_other(both):
     assert both["leaves_with_an_error"] == [[0, 1], [0, 1]]
+
+
+def test_a_broken_connection_of_one_rank_neither_stops_nor_hangs_the_others(both):
+    (first, _), (second, has_polled_again) = both["stops_although_a_connection_broke"]
+    assert first == second >= 400
+    assert has_polled_again
+
+
+@pytest.mark.parametrize(
+    ("name", "who"),
+    [
+        ("hands_it_on_if_the_other_node_was_asked", [False, True]),
+        ("hands_it_on_if_both_nodes_were_asked", [False, False]),
+        ("hands_it_on_within_one_node", [False, False]),
+    ],
+)
+def test_a_signal_is_handed_on_to_the_launcher_of_a_node_that_did_not_get_it(both, name, who):
+    assert both[name] == who
 
 
 def loses_the_other_rank():
