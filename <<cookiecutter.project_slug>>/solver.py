@@ -33,8 +33,8 @@ def check_solver(cfg):
         build_lr_scheduler(cfg, optimizer)
         # Past the warm-up, which does not look at the name of the schedule.
         lr_multiplier(cfg.SOLVER, cfg.SOLVER.MAX_ITER)
-    except SettingsError:
-        raise
+    except SettingsError as error:
+        raise SettingsError(f"SOLVER.{error}") from None
     except ValueError as error:
         raise SettingsError(f"SOLVER: {error}") from None
 
@@ -48,7 +48,7 @@ def build_optimizer(cfg, model):
             return torch.optim.SGD(groups, solver.BASE_LR, momentum=solver.MOMENTUM, fused=True)
         case "AdamW":
             return torch.optim.AdamW(groups, solver.BASE_LR, betas=solver.BETAS, fused=True)
-    raise SettingsError(f"SOLVER.OPTIMIZER: {solver.OPTIMIZER!r} must be SGD or AdamW")
+    raise SettingsError(f"OPTIMIZER: {solver.OPTIMIZER!r} must be SGD or AdamW")
 
 
 def build_param_groups(cfg, model):
@@ -95,8 +95,8 @@ def lr_multiplier(solver, iteration):
             progress = (iteration - solver.WARMUP_ITERS) / length
             end = solver.BASE_LR_END / solver.BASE_LR
             return end + (1 - end) * 0.5 * (1 + math.cos(math.pi * progress))
-    rule = "must be constant, multistep or cosine"
-    raise SettingsError(f"SOLVER.LR_SCHEDULER_NAME: {solver.LR_SCHEDULER_NAME!r} {rule}")
+    name = solver.LR_SCHEDULER_NAME
+    raise SettingsError(f"LR_SCHEDULER_NAME: {name!r} must be constant, multistep or cosine")
 
 
 def build_autocast(cfg):
