@@ -114,9 +114,9 @@ def invalid_files(folder, load_file):
     return bad
 
 
-def outcome(folder):
+def outcome(folder, load_file):
     """Everything that two runs must have in common to the bit."""
-    state = torch.load(folder / "model_final.pth")
+    state = load_file(str(folder / "model_final.pth"))
     del state["config"]  # it names the folder
     for part in ("histories", "smoothing_hints"):
         for clock in CLOCKS:
@@ -133,6 +133,10 @@ def differences(one, other, place=""):
     """The places where two trees differ in a bit."""
     if type(one) is not type(other):
         return [place]
+    if hasattr(one, "full_tensor"):
+        # It was divided between the ranks, as the recipe fsdp does.
+        one = one.full_tensor()
+        other = other.full_tensor()
     if isinstance(one, dict):
         found = [f"{place}/{key}" for key in one.keys() ^ other.keys()]
         for key in one.keys() & other.keys():
@@ -197,7 +201,9 @@ def run_round(project, rng, num_ranks, load_file):
     if codes != [0] * num_ranks:
         wrong = f"exit codes {codes}"
     else:
-        found = differences(outcome(folder / "alone"), outcome(folder / "killed"))
+        found = differences(
+            outcome(folder / "alone", load_file), outcome(folder / "killed", load_file)
+        )
         if found:
             wrong = f"{len(found)} differences, such as {', '.join(found[:3])}"
     if wrong:
