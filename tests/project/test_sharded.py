@@ -326,7 +326,7 @@ def test_the_file_has_no_data_of_divided_tensors_and_each_part_is_written_once(s
     assert sorted(file["sharded"]["files"]) == sorted(parts)
 
 
-def test_folders_are_kept_linked_and_deleted_with_their_files(two):
+def test_folders_are_kept_linked_and_deleted_with_their_files(two, place):
     assert two["keeps_the_newest"][0] == [
         "last_checkpoint",
         "model_0000002.pth",
@@ -339,6 +339,8 @@ def test_folders_are_kept_linked_and_deleted_with_their_files(two):
         "model_final.pth",
         "model_final.shards",
     ]
+    for path in (place / "retention").glob("*.pth"):
+        assert not load_file(str(path))["model"]["0.weight"].is_meta
 
 
 def test_a_weight_that_is_not_finite_in_one_part_is_an_error_on_all_ranks(two):
