@@ -283,10 +283,19 @@ def test_no_sample_is_lost_or_repeated_when_a_machine_leaves_and_another_joins(j
     assert samples(job) == samples(undisturbed)
 
 
-def commands_of_the_rehearsal(project):
+def section_of_the_page(project):
     page = (project / "recipes" / "README.md").read_text(encoding="utf-8")
-    section = page.partition("\n# Several machines\n")[2].partition("\n# ")[0]
-    blocks = re.findall(r"^```sh\n(.*?)^```$", section, re.M | re.S)
+    return page.partition("\n# Several machines\n")[2].partition("\n# ")[0]
+
+
+def test_the_page_names_what_a_machine_needs_to_come_back(project):
+    section = section_of_the_page(project)
+    for name, value in REJOIN.items():
+        assert f"export {name}={value}\n" in section
+
+
+def commands_of_the_rehearsal(project):
+    blocks = re.findall(r"^```sh\n(.*?)^```$", section_of_the_page(project), re.M | re.S)
     return [re.sub(r"\s+#\s.*", "", block).replace("\\\n", " ") for block in blocks]
 
 
