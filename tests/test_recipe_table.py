@@ -184,7 +184,7 @@ def edited_run(tmp_path_factory):
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     output = project / "output"

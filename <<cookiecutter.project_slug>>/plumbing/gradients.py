@@ -1,12 +1,14 @@
 """What happens to the gradients of an iteration: averaged over the ranks, scaled back, clipped."""
 
 import contextlib
+import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from plumbing.errors import NonFiniteError, last_checkpoint
 
@@ -164,7 +166,9 @@ class GradScaler(torch.amp.GradScaler):
         if id(optimizer) not in self._prepared:
             set_missing_momentum_to_zero(optimizer)
             self._prepared.add(id(optimizer))
-        return super().step(optimizer, *args, **kwargs)
+        if self.is_enabled():
+            return super().step(optimizer, *args, **kwargs)
+        return _bare_step(optimizer)(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state; it is {} if not enabled.
@@ -185,6 +189,26 @@ class GradScaler(torch.amp.GradScaler):
         """Load a state; that of a scaler that was not enabled changes nothing."""
         if "scale" in state_dict:
             super().load_state_dict(state_dict)
+
+
+def _bare_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+    """Return ``optimizer.step``, if possible without what torch has wrapped around it.
+
+    That calls hooks, and names the step for the profiler.  On a CPU it takes as long as the fused
+    step of a small model, and every iteration would pay for it.
+    """
+    step = type(optimizer).step
+    is_wrapped_once = getattr(step, "hooked", False) and "step" not in vars(optimizer)
+    is_watched = (
+        torch.autograd._profiler_enabled()
+        or optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or _global_optimizer_pre_hooks
+        or _global_optimizer_post_hooks
+    )
+    if is_wrapped_once and not is_watched:
+        return functools.partial(step.__wrapped__, optimizer)
+    return optimizer.step
 
 
 def set_missing_momentum_to_zero(optimizer: torch.optim.Optimizer) -> None:

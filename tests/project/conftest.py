@@ -32,7 +32,7 @@ sys.path.insert(0, str(ROOT))
 from plumbing import comm  # noqa: E402
 
 HERE = Path(__file__).parent
-TIMEOUT = 120  # seconds after which a process is taken to hang
+TIMEOUT = 300  # seconds after which a process is taken to hang
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
 LAUNCHERS = {1: (), 2: TORCHRUN}  # number of ranks: what stands before train.py
 # An epoch ends within iteration 5, the next one within iteration 11.

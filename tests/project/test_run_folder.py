@@ -191,7 +191,7 @@ def test_a_folder_in_use_is_refused_untouched_until_that_job_is_dead(start, tmp_
     child_pid, at_work = context.Value("i"), context.Event()
     job = context.Process(target=train_for_ever, args=(str(tmp_path / "run"), child_pid, at_work))
     job.start()
-    assert at_work.wait(timeout=60)
+    assert at_work.wait(timeout=300)
     before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir()}
     with pytest.raises(SettingsError, match=r"OUTPUT_DIR.*run is in use by another job") as caught:
         start(resume=resume)

@@ -8,6 +8,10 @@ from conftest import counted_waits
 from plumbing.errors import NonFiniteError
 from plumbing.gradients import GradScaler, set_missing_momentum_to_zero
 from torch import nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 
 def step(scaler, optimizer, model, value):
@@ -194,3 +198,44 @@ def test_an_optimizer_that_is_not_fused_skips_them_too():
     assert model.weight.item() == before
     step(scaler, optimizer, model, 1.0)
     assert model.weight.item() == pytest.approx(before - 1.0)
+
+
+def names_of_profiled(scaler, optimizer):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        scaler.step(optimizer)
+    return {event.key for event in profile.key_averages()}
+
+
+def test_a_step_is_seen_by_the_profiler_and_by_hooks():
+    scaler, optimizer, model = build(enabled=False)
+    model(torch.ones(1)).sum().backward()
+    scaler.step(optimizer)
+    assert "Optimizer.step#SGD.step" in names_of_profiled(scaler, optimizer)
+    called = []
+    for register in (
+        optimizer.register_step_pre_hook,
+        optimizer.register_step_post_hook,
+        register_optimizer_step_pre_hook,
+        register_optimizer_step_post_hook,
+    ):
+        handle = register(lambda *_: called.append(1))
+        scaler.step(optimizer)
+        handle.remove()
+    assert len(called) == 4
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "Adagrad"])
+def test_a_step_is_that_of_the_optimizer_also_with_a_scheduler_of_torch(name):
+    weights = []
+    for step in (lambda scaler, optimizer: scaler.step(optimizer), lambda _, each: each.step()):
+        torch.manual_seed(0)
+        scaler, optimizer, model = build(name, enabled=False, fused=name != "Adagrad")
+        model(torch.ones(1)).sum().backward()
+        step(scaler, optimizer)
+        # It replaces the method of the object, and warns if that is not called.
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        step(scaler, optimizer)
+        scheduler.step()
+        step(scaler, optimizer)
+        weights.append(model.weight.item())
+    assert weights[0] == weights[1]

@@ -50,7 +50,7 @@ def test_a_signal_in_an_evaluation_loses_nothing_and_the_resume_evaluates_again(
     run = tmp_path / "run"
     process = begin("evaluation", EVALUATION, TORCHRUN)
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=25)
+    process.communicate(timeout=TIMEOUT)
     assert pids_with(str(run)) == []
     for name in ("log.txt", "log.txt.rank1"):
         assert (run / name).read_text().count("All ranks stop here") == 1
@@ -83,10 +83,10 @@ def test_a_second_signal_ends_a_run_that_is_stuck_and_its_workers(
     time.sleep(2.2)
     assert process.poll() is None
     process.send_signal(number)
-    printed, _ = process.communicate(timeout=10)
+    printed, _ = process.communicate(timeout=TIMEOUT)
     assert process.returncode == 128 + number
     assert f"{number.name} again: this run ends at once" in printed
-    wait_until(lambda: pids_with(str(tmp_path / "run")) == [], seconds=10)
+    wait_until(lambda: pids_with(str(tmp_path / "run")) == [])
 
 
 def test_a_worker_that_never_answers_ends_the_run_with_one_line(begin, tmp_path):
@@ -97,7 +97,7 @@ def test_a_worker_that_never_answers_ends_the_run_with_one_line(begin, tmp_path)
     for words in ("training loader", "TIMEOUT_SECONDS", "3"):
         assert words in line
     assert "Traceback" not in printed
-    wait_until(lambda: pids_with(str(tmp_path / "run")) == [], seconds=10)
+    wait_until(lambda: pids_with(str(tmp_path / "run")) == [])
 
 
 def test_a_closed_terminal_saves_the_run(begin, tmp_path):
