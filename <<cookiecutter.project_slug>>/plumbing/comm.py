@@ -8,6 +8,7 @@ it waits for all of them.  The other functions do not communicate.
 
 import os
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,23 @@ from plumbing.errors import SettingsError
 
 # How gloo and NCCL say that the process at the other end of a connection is gone.
 _LOST_A_RANK = ("connection closed by peer", "connection reset by peer", "ncclremoteerror")
+
+
+_time_limit = timedelta(minutes=30)  # of a wait for another rank; this is torch's own
+
+
+def set_time_limit(limit: timedelta) -> None:
+    """Set how long a rank waits for another one in the groups that ``new_group`` will make."""
+    global _time_limit
+    _time_limit = limit
+
+
+def new_group() -> dist.ProcessGroup:
+    """Make one more group of all ranks, for a thread that communicates beside the training.
+
+    Collective.  torch would give it a time limit of 30 minutes, whatever that of the first group.
+    """
+    return dist.new_group(backend="gloo", timeout=_time_limit)
 
 
 def get_world_size() -> int:

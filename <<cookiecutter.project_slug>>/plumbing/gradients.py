@@ -198,7 +198,7 @@ def _bare_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
     step of a small model, and every iteration would pay for it.
     """
     step = type(optimizer).step
-    is_wrapped_once = getattr(step, "hooked", False) and "step" not in vars(optimizer)
+    is_wrapped_once = getattr(step, "hooked", False) and "step" not in optimizer.__dict__
     is_watched = (
         torch.autograd._profiler_enabled()
         or optimizer._optimizer_step_pre_hooks

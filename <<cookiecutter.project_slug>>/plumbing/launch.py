@@ -101,6 +101,7 @@ def init_process_group(device: torch.device, timeout_seconds: float) -> None:
         )
     allow_open_files(world_size)
     timeout = timedelta(seconds=timeout_seconds + _MARGIN_SECONDS)
+    comm.set_time_limit(timeout)
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
     prefix = _agree_on_prefix(store, rank, world_size, timeout_seconds)
     backend = "gloo"

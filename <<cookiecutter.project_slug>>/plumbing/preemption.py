@@ -80,7 +80,7 @@ class StopRequest:
         global _current, _was_stopped
         if not self._is_single_process:
             prefix = f"stop {next(_numbers)}"
-            group = dist.new_group(backend="gloo")
+            group = comm.new_group()
             self._thread = threading.Thread(target=self._agree, args=[prefix, group], daemon=True)
             self._thread.start()
         self._signals.start()

@@ -65,9 +65,11 @@ def open_run(output_dir: str, resume: bool, eval_only: bool) -> bool:
 
     Raises:
         SettingsError: the folder holds a run, is in use, cannot be written to or is not shared, or
-            the ranks have different versions of Python or torch.
+            the ranks have different flags, or different versions of Python or torch.
     """
     global _output_dir
+    comm.require_same(resume, "--resume")
+    comm.require_same(eval_only, "--eval-only")
     comm.require_same(output_dir, "OUTPUT_DIR")
     comm.require_same(platform.python_version(), "version of Python")
     comm.require_same(torch.__version__, "version of torch")

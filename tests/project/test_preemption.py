@@ -289,6 +289,21 @@ def loses_the_other_rank():
     time.sleep(TIMEOUT)
 
 
+def enters_when_the_other_rank_is_gone():
+    launch._MARGIN_SECONDS = 0.0
+    launch.init_process_group(launch.torch.device("cpu"), timeout_seconds=5)
+    comm.synchronize()
+    if comm.get_rank() == 1:
+        os._exit(9)
+    with pytest.raises(RuntimeError), StopRequest():
+        pass
+
+
+def test_a_rank_that_waits_for_another_one_to_begin_waits_no_longer_than_the_limit(on_ranks):
+    rank, _ = on_ranks(2, enters_when_the_other_rank_is_gone)
+    assert rank.code == 0, rank.printed
+
+
 def test_a_request_that_another_rank_cannot_answer_does_not_hang(on_ranks):
     """The next collective tells what is wrong; a signal does what it does to any program."""
     rank, _ = on_ranks(2, loses_the_other_rank)

@@ -311,11 +311,29 @@ def has_another_version():
     return str(caught.value)
 
 
+def resumes_on_one_rank_only():
+    with pytest.raises(SettingsError) as caught:
+        open_run("run", comm.get_rank() == 1, False)
+    return str(caught.value)
+
+
+def evaluates_on_one_rank_only():
+    with pytest.raises(SettingsError) as caught:
+        open_run("run", False, comm.get_rank() == 0)
+    return str(caught.value)
+
+
 def test_ranks_share_a_folder_and_one_that_does_not_is_named_on_all(tmp_path):
     (tmp_path / "0").mkdir()
     (tmp_path / "1" / "run").mkdir(parents=True)
     (tmp_path / "1" / "run" / "launcher.txt").write_text("token: of an earlier run\n")
-    checks = shares_a_folder, has_a_disk_of_its_own, has_another_version
+    checks = (
+        shares_a_folder,
+        has_a_disk_of_its_own,
+        has_another_version,
+        resumes_on_one_rank_only,
+        evaluates_on_one_rank_only,
+    )
     ranks = run_on_ranks(*checks, FOLDER=str(tmp_path))
     assert ranks[0]["shares_a_folder"] == (False, False)
     assert ranks[1]["shares_a_folder"] == (False, True)
@@ -328,3 +346,7 @@ def test_ranks_share_a_folder_and_one_that_does_not_is_named_on_all(tmp_path):
     for rank in ranks:
         assert rank["has_another_version"].startswith("version of torch: '2.")
         assert "'1.2.3' on rank 1" in rank["has_another_version"]
+        flag = "--resume: False on rank 0, but True on rank 1"
+        assert rank["resumes_on_one_rank_only"].startswith(flag)
+        flag = "--eval-only: True on rank 0, but False on rank 1"
+        assert rank["evaluates_on_one_rank_only"].startswith(flag)
