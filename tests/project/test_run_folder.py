@@ -269,7 +269,9 @@ def test_a_restart_with_rank_0_on_another_node_is_a_resume_if_one_node_lived_on(
     start, monkeypatch, tmp_path
 ):
     launchers = []
-    monkeypatch.setattr(comm, "all_gather", lambda data: launchers if " " in data else [data])
+    monkeypatch.setattr(
+        comm, "all_gather", lambda data: launchers if data == "some launcher" else [data]
+    )
     monkeypatch.setattr(run_folder, "_launcher", lambda: "some launcher")
     monkeypatch.setattr(run_folder, "_require_shared", lambda folder, token: None)
     folder = str(tmp_path / "run")
