@@ -131,7 +131,7 @@ def test_the_numbers_of_collectives_are_those_of_the_page_on_scale(bench, printe
         row[0].removeprefix("collectives of "): row[3] for row in rows_in(printed["messages.py"])
     }
     assert counts == {
-        "the start and the end": "12",
+        "the start and the end": "14",
         "a log, its values": "1",
         "a log, its times": "1",
         "a save": "2",
