@@ -195,19 +195,17 @@ train.launch(train.main, train.parse_args(""))
 
 
 def run_with_fault(project, tmp_path, fault, words=WORDS):
-    """Rank 1 does this in iteration 3: the finished torchrun, its seconds, processes it left."""
+    """Rank 1 does this in iteration 3: the finished torchrun, and the processes it left."""
     driver = tmp_path / "driver.py"
     driver.write_text(RANK_ONE.replace("FAULT", fault))
-    began = time.monotonic()
     done = run(project, torchrun(driver, output=tmp_path / "output", words=words))
     left = subprocess.run(["pgrep", "-f", str(driver)], capture_output=True, text=True)
-    return done, time.monotonic() - began, left.stdout
+    return done, left.stdout
 
 
 def test_an_exception_on_one_rank_ends_the_job_and_is_shown_as_the_cause(project, tmp_path):
-    done, seconds, left = run_with_fault(project, tmp_path, 'raise KeyError("lost by rank 1")')
+    done, left = run_with_fault(project, tmp_path, 'raise KeyError("lost by rank 1")')
     assert done.returncode == 1
-    assert seconds < 600  # TIMEOUT_SECONDS is 1800
     cause = done.stderr.partition("Root Cause")[2]
     assert re.search(r"rank\s*: 1 ", cause)
     assert "in faulty" in cause  # its traceback
@@ -247,9 +245,8 @@ def test_a_sample_that_never_comes_is_the_cause_and_not_the_rank_that_waits(proj
 def test_a_rank_that_hangs_ends_the_job_when_the_time_is_over(project, tmp_path):
     words = f"{WORDS} TIMEOUT_SECONDS 5"
     fault = "signal.signal(signal.SIGTERM, signal.SIG_DFL); time.sleep(1000)"  # else torchrun has
-    done, seconds, left = run_with_fault(project, tmp_path, fault, words)  # to kill it, 30 s later
+    done, left = run_with_fault(project, tmp_path, fault, words)  # to kill it, 30 s later
     assert done.returncode == 1
-    assert seconds < 600
     cause = done.stderr.partition("Root Cause")[2]
     assert re.search(r"rank\s*: 0 ", cause)
     assert "for as long as TIMEOUT_SECONDS allows" in cause
